@@ -46,7 +46,8 @@ class RouterReplay(Feature):
 
     def on_init_end(self) -> None:
         """Refuse a model without routers, and an R3 that would get no routes."""
-        trainer, kind = self.trainer, self.args.router_replay
+        trainer = self.trainer
+        kind = self.args.router_replay
         if kind is None:
             return
         Routers(models.bare(trainer, trainer.model))  # not kept: a reference's adapter may still add routers
@@ -58,7 +59,9 @@ class RouterReplay(Feature):
 
     def engine_extras(self, args: Any) -> Iterable[EngineOutput]:
         """Return that vLLM must return routes, under R3."""
-        return [ROUTES] if args.use_vllm and args.router_replay == "R3" else []
+        if args.use_vllm and args.router_replay == "R3":
+            return [ROUTES]
+        return []
 
     def routers(self, model: torch.nn.Module) -> Routers:
         """Return the routers of the transformers model in `model`."""
@@ -84,7 +87,7 @@ class RouterReplay(Feature):
         if trainer.use_vllm:
             result = call_next(turn)
             layers = self.routers(trainer.model).decoder_layers
-            routes = [from_engine(each, layers) for each in trainer.vllm_generation.take(ROUTES)]
+            routes = [from_engine(array, layers) for array in trainer.vllm_generation.take(ROUTES)]
         else:
             with record_passes(models.bare(trainer, trainer.model), self.routers(trainer.model)) as passes:
                 result = call_next(turn)
@@ -100,7 +103,8 @@ class RouterReplay(Feature):
         routes = self._rollout_routes(rollout, rollout.input_ids, mask, rollout.samples["prompt_ids"].size(1))
         if routes is None:
             return
-        is_needed = mask & (mask.flip(-1).cumsum(-1).flip(-1) > 1)  # no log-prob depends on the last token's route
+        tokens_left = mask.flip(-1).cumsum(-1).flip(-1)  # from each column on
+        is_needed = mask & (tokens_left > 1)  # no log-prob depends on the last token's route
         missing = is_needed & ~is_route(routes).all(-1)
         bytes_held = torch.tensor([routes.numel() * routes.element_size(), 1])
         fallback = torch.stack([missing.sum(), is_needed.sum()])
@@ -126,26 +130,33 @@ class RouterReplay(Feature):
 
     def around_forward(self, forward: ForwardPass, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
         """Replay the routes of the rollout or the micro-batch. Under R2, the old policy's pass records them."""
-        roles = ("old", "policy", "reference") if self.args.router_replay_reference else ("old", "policy")
-        if self.args.router_replay is None or forward.role not in roles:
+        if not self._is_on(forward):
             return call_next(forward)
-        rollout, ids, mask = forward.rollout, forward.input_ids, forward.attention_mask
+        rollout = forward.rollout
         if rollout is None:
             routes = forward.samples.get(_COLUMN)
         else:
-            routes = self._rollout_routes(rollout, ids, mask, forward.prompt_width)
+            routes = self._rollout_routes(rollout, forward.input_ids, forward.attention_mask, forward.prompt_width)
         if routes is not None:
             return self._replay(forward, routes, call_next)
         if rollout is None or forward.role != "old":  # R2 without a pass of the old policy
             return call_next(forward)
         return self._record(forward, rollout, call_next)
 
+    def _is_on(self, forward: ForwardPass) -> bool:
+        if self.args.router_replay is None:
+            return False
+        if forward.role == "reference":
+            return bool(self.args.router_replay_reference)
+        return forward.role in ("old", "policy")
+
     def _replay(self, forward: ForwardPass, routes: Tensor, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
-        routers, replays = self.routers(forward.model), list[Replay]()
+        routers = self.routers(forward.model)
+        replays: list[Replay] = []
 
         def replayed(model: ModelCall, *, token_indices: Tensor, **batch: Any) -> Any:
-            own = routes.flatten(0, 1)[token_indices.flatten()]  # the batch may come in parts
-            with forward.hold_until_backward(routers.replay(own)) as replay:
+            token_routes = routes.flatten(0, 1)[token_indices.flatten()]  # the batch may come in parts
+            with forward.hold_until_backward(routers.replay(token_routes)) as replay:
                 outputs = model(token_indices=token_indices, **batch)
                 replay.check()
             replays.append(replay)
@@ -160,22 +171,27 @@ class RouterReplay(Feature):
     def _record(
         self, forward: ForwardPass, rollout: Rollout, call_next: Callable[[ForwardPass], LogProbs]
     ) -> LogProbs:
-        routers, parts = self.routers(forward.model), list[tuple[Tensor, Tensor]]()
+        routers = self.routers(forward.model)
+        index_parts: list[Tensor] = []
+        route_parts: list[Tensor] = []
 
         def recorded(model: ModelCall, *, token_indices: Tensor, **batch: Any) -> Any:
             with routers.record() as recording:
                 outputs = model(token_indices=token_indices, **batch)
             (routes,) = recording.routes_of_passes([token_indices.numel()])
-            parts.append((token_indices.flatten(), routes))
+            index_parts.append(token_indices.flatten())
+            route_parts.append(routes)
             return outputs
 
         forward.wrap_model(lambda model: functools.partial(recorded, model), needs_token_indices=True)
         log_probs = call_next(forward)
-        ids, mask = forward.input_ids, forward.attention_mask.bool()
-        indices, seen = (torch.cat(values) for values in zip(*parts, strict=True))
-        routes = seen.new_full((ids.numel(), *seen.shape[1:]), nothing(seen.dtype))
-        routes[indices] = seen
-        routes = routes.view(*ids.shape, *seen.shape[1:]).where(mask[..., None, None], nothing(seen.dtype))
+        ids = forward.input_ids
+        mask = forward.attention_mask.bool()
+        recorded_routes = torch.cat(route_parts)
+        missing = nothing(recorded_routes.dtype)
+        routes = recorded_routes.new_full((ids.numel(), *recorded_routes.shape[1:]), missing)
+        routes[torch.cat(index_parts)] = recorded_routes
+        routes = routes.unflatten(0, ids.shape).where(mask[..., None, None], missing)
         record = rollout.records.setdefault(_COLUMN, TokenRecord("router_replay='R2'"))
         record.values = self._with_shared_prompts(routes, ids, mask, forward.prompt_width)
         return log_probs
@@ -185,6 +201,6 @@ class RouterReplay(Feature):
         replayed = torch.stack([replay.replayed for replay in replays]).sum(0)
         sums = {"routing/changed": torch.stack([changed.sum(), replayed.sum()])}
         if self.args.log_level == "debug":  # the same on all processes, unlike the level of their loggers
-            pairs = torch.stack([changed, replayed], dim=-1)
-            sums |= {f"routing/changed/{layer}": pair for layer, pair in enumerate(pairs)}
+            for layer, pair in enumerate(torch.stack([changed, replayed], dim=-1)):
+                sums[f"routing/changed/{layer}"] = pair
         self.trainer.metrics.pooled(sums=sums)

@@ -1,9 +1,10 @@
 """Routes of transformers' generation, which runs the model on a padded batch, pass after pass."""
 
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,21 +30,23 @@ class GenerationPasses:
             ValueError: the model did not get the tokens of each sequence one after another, as in beam search.
         """
         count = len(turn.prompt_ids)
-        is_batch = all(len(ids) % count == 0 for ids in self.input_ids)  # not with continuous batching
-        seen = cast(list[list[int]], joined(self.input_ids, count).tolist() if is_batch else [[]] * count)
-        width = max(map(len, turn.prompt_ids))
-        width = -(-width // pad_to_multiple_of) * pad_to_multiple_of  # prompts are padded on their left
+        fed: list[list[int]] = [[]] * count  # tokens of each sequence that the model got; none if it got no batches
+        if all(len(ids) % count == 0 for ids in self.input_ids):  # not with continuous batching
+            fed = joined(self.input_ids, count).tolist()
+        longest = max(map(len, turn.prompt_ids))
+        width = math.ceil(longest / pad_to_multiple_of) * pad_to_multiple_of  # prompts are padded on their left
         slices: list[slice] = []
         for row, (prompt, completion) in enumerate(zip(turn.prompt_ids, turn.completion_ids, strict=True)):
             tokens = slice(width - len(prompt), width + len(completion) - 1)
-            if seen[row][tokens] != [*prompt, *completion][:-1]:
+            if fed[row][tokens] != (list(prompt) + list(completion))[:-1]:
                 raise ValueError(
                     "router_replay='R3': transformers has not fed the model the tokens of each sequence one after "
                     "another. Leave beam search, guidance, assisted decoding and continuous batching out of the "
                     f"options of generation, or {R2_INSTEAD}."
                 )
             slices.append(tokens)
-        padded = joined(self.recording.routes_of_passes([len(ids) for ids in self.input_ids]), count).cpu()
+        passes = self.recording.routes_of_passes(list(map(len, self.input_ids)))
+        padded = joined(passes, count).cpu()
         return [padded[row, tokens] for row, tokens in enumerate(slices)]
 
 
@@ -53,11 +56,11 @@ def record_passes(model: torch.nn.Module, routers: Routers) -> Generator[Generat
     with routers.record() as recording:
         passes = GenerationPasses(recording)
 
-        def keep(_: object, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        def record_ids(_: object, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             ids = keywords["input_ids"] if "input_ids" in keywords else arguments[0]
             passes.input_ids.append(ids.flatten())
 
-        with model.register_forward_pre_hook(keep, with_kwargs=True):
+        with model.register_forward_pre_hook(record_ids, with_kwargs=True):
             yield passes
 
 
@@ -69,7 +72,7 @@ def joined(passes: Sequence[Tensor], sequences: int) -> Tensor:
     parts: list[Tensor] = []
     known = 0
     for values in passes:
-        part = values.view(sequences, -1, *values.shape[1:])
+        part = values.unflatten(0, (sequences, -1))
         if parts and part.size(1) == known + 1:
             part = part[:, -1:]
         parts.append(part)

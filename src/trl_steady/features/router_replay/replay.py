@@ -41,7 +41,8 @@ class RouteRecording:
 
     def routes(self) -> Tensor:
         """Return the routes (N, M, K) of the N tokens of a single pass, as many as the first router saw."""
-        return self.routes_of_passes([*map(len, self._chosen[0][:1])])[0]
+        tokens = list(map(len, self._chosen[0][:1]))
+        return self.routes_of_passes(tokens)[0]
 
     def routes_of_passes(self, tokens: Sequence[int]) -> list[Tensor]:
         """Return the routes (N, M, K) of each pass. `tokens` are the numbers of tokens in each.
@@ -50,7 +51,7 @@ class RouteRecording:
             RoutingError: a router did not run once for each token.
         """
         for router, chosen in zip(self._routers, self._chosen, strict=True):
-            seen = [len(part) for part in chosen]
+            seen = list(map(len, chosen))
             if seen != list(tokens):
                 raise RoutingError(
                     f"the router {router.name} chose experts for {seen} tokens in passes of {list(tokens)}. A kernel "
@@ -58,7 +59,11 @@ class RouteRecording:
                     "once."
                 )
         device = self._chosen[0][0].device
-        return [torch.stack([part.to(device) for part in parts], 1) for parts in zip(*self._chosen, strict=True)]
+        routes: list[Tensor] = []
+        for number in range(len(tokens)):
+            experts = [chosen[number].to(device) for chosen in self._chosen]  # of each router in this pass
+            routes.append(torch.stack(experts, 1))
+        return routes
 
 
 class Replay:
@@ -104,20 +109,23 @@ class Replay:
 
     def _replaced(self, layer: int, scores: Tensor, live: torch.return_types.topk) -> torch.return_types.topk:
         indices = live.indices
-        routes, has_route = (each[:, layer].to(indices.device) for each in (self._routes, self._has_route))
-        own = indices.flatten(0, -2)
-        fitting = (len(own), len(self._routers), own.size(-1))
-        if self._routes.shape != fitting:  # which would broadcast
+        routes = self._routes[:, layer].to(indices.device)
+        has_route = self._has_route[:, layer].to(indices.device)
+        live_experts = indices.flatten(0, -2)
+        fitting = (len(live_experts), len(self._routers), live_experts.size(-1))
+        if self._routes.shape != fitting:  # they would broadcast
             raise RoutingError(
                 f"routes of shape {tuple(self._routes.shape)} do not fit the router {self._routers[layer].name}: it "
                 f"needs (tokens, layers, experts per token) = {fitting}. The routes are of another model or of other "
                 "tokens."
             )
-        chosen = torch.where(has_route.unsqueeze(-1), routes.long(), own)
+        chosen = torch.where(has_route.unsqueeze(-1), routes.long(), live_experts)
         if self._runs[layer] == 1:  # not if gradient checkpointing recomputes the layer
-            self.changed[layer] = (chosen.unsqueeze(-1) != own.unsqueeze(-2)).all(-1).sum()
-        chosen, has_route = chosen.view(indices.shape), has_route.view(*indices.shape[:-1], 1)
-        return torch.return_types.topk((torch.where(has_route, scores.gather(-1, chosen), live.values), chosen))
+            self.changed[layer] = (chosen.unsqueeze(-1) != live_experts.unsqueeze(-2)).all(-1).sum()
+        chosen = chosen.view(indices.shape)
+        has_route = has_route.view(indices.shape[:-1]).unsqueeze(-1)
+        values = torch.where(has_route, scores.gather(-1, chosen), live.values)
+        return torch.return_types.topk((values, chosen))
 
 
 _Use = TypeVar("_Use", RouteRecording, Replay)
@@ -176,23 +184,31 @@ class Routers:
             )
         self._use = use
         with ExitStack() as patches:
-            # on the modules, as a mode around the model is thread-local, and backward has threads of its own
-            for layer, router in enumerate(self._routers if before is None else []):
-                for module in router.modules:
-                    forward = functools.partial(self._forward, layer, module.forward)
-                    patches.enter_context(patched(module, {"forward": forward}))
+            if before is None:
+                self._patch_forwards(patches)
             try:
                 yield use
             finally:
                 self._use = before
 
+    def _patch_forwards(self, patches: ExitStack) -> None:
+        # on the modules, because a mode around the model is thread-local, and backward has threads of its own
+        for layer, router in enumerate(self._routers):
+            for module in router.modules:
+                forward = functools.partial(self._forward, layer, module.forward)
+                patches.enter_context(patched(module, {"forward": forward}))
+
     @property
     def _recomputes(self) -> bool:
-        return any(
-            getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
-            for module in self._model.modules()
-        )
+        for module in self._model.modules():
+            if getattr(module, "gradient_checkpointing", False) is True:
+                return True
+            if type(module).__name__ == "CheckpointWrapper":
+                return True
+        return False
 
     def _forward(self, layer: int, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         run = functools.partial(forward, *arguments, **keywords)
-        return run() if self._use is None else self._use.run(layer, run)
+        if self._use is None:
+            return run()
+        return self._use.run(layer, run)

@@ -43,26 +43,39 @@ def find_routers(model: nn.Module) -> dict[str, list[nn.Module]]:
         `modules_to_save`).
     """
     named = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
-    plain = {name: _WRAPPERS.sub("", name) for name in named}
-    parents = {name: plain.get(name.rpartition(".")[0]) for name in named}
-    holders = {
-        parents[name]
-        for name, module in named.items()
-        if parents[name] != plain[name] and _are_experts(name.rpartition(".")[2], module)
-    }
-    choosing = {
-        name: f"{plain[name]}."
-        for name, module in named.items()
-        if plain[name].rpartition(".")[0] in holders
-        and _ROUTER.search(type(module).__name__)
-        and not _SCORES_ONLY.search(type(module).__name__)
-    }
-    alone = {holder for holder in holders if not any(path.startswith(f"{holder}.") for path in choosing.values())}
+    plain = {name: _WRAPPERS.sub("", name) for name in named}  # names without wrappers
+
+    holders: set[str | None] = set()  # modules that hold experts
+    for name, module in named.items():
+        parent, _, last_part = name.rpartition(".")
+        holder = plain.get(parent)
+        if holder != plain[name] and _are_experts(last_part, module):
+            holders.add(holder)
+
+    choosing: set[str] = set()  # routers beside experts
+    alone = set(holders)  # holders without such a router
+    for name, module in named.items():
+        kind = type(module).__name__
+        holder = plain[name].rpartition(".")[0]
+        if holder in holders and _ROUTER.search(kind) and not _SCORES_ONLY.search(kind):
+            choosing.add(name)
+            alone -= _with_parents(plain[name])
+
     routers: dict[str, list[nn.Module]] = {}
     for name, module in named.items():
-        if plain[name] in alone or (name in choosing and not _FIXED.search(type(module).__name__)):
+        is_fixed = _FIXED.search(type(module).__name__) is not None
+        if plain[name] in alone or (name in choosing and not is_fixed):
             routers.setdefault(plain[name], []).append(module)
     return routers
+
+
+def _with_parents(name: str) -> set[str]:
+    """Return the name of a module and those of all modules that hold it, but for the model itself."""
+    names: set[str] = set()
+    while name:
+        names.add(name)
+        name = name.rpartition(".")[0]
+    return names
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:
@@ -89,7 +102,8 @@ class Router:
     @property
     def decoder_layer(self) -> int:
         """Number of the router's layer in its stack of layers, counted from 0."""
-        return int((re.findall(r"\.(\d+)", self.name) or [0])[0])
+        numbers = re.findall(r"\.(\d+)", self.name)
+        return int(numbers[0]) if numbers else 0
 
     def watch(self, run: functools.partial[Any]) -> tuple[Any, Tensor, int]:
         """Run the router, and return its result, the experts (..., K) that it chose, and the number of all experts."""
@@ -150,8 +164,10 @@ class _TopkCalls(TorchFunctionMode):
             self._masked = result, args[0]
         if func not in _TOPK:
             return result
-        scores, self.count = args[0], self.count + 1
-        self.width, self.indices = scores.size(-1), result.indices
+        scores = args[0]
+        self.count += 1
+        self.width = scores.size(-1)
+        self.indices = result.indices
         if self._replace is None or self.count != self._call:
             return result
         if self._masked is not None and scores is self._masked[0]:
@@ -165,7 +181,9 @@ def _leave_no_trace(device: torch.device) -> Generator[None]:
     # PEFT's LoRA on parameters computes its weights inside this cache
     cached = cast(int, parametrize._cache_enabled)
     parametrize._cache_enabled = 0
-    devices = [device] if device.type == "cuda" and torch.cuda.is_available() else []
+    devices: list[torch.device] = []
+    if device.type == "cuda" and torch.cuda.is_available():
+        devices.append(device)
     try:
         forked = cast("AbstractContextManager[None]", torch.random.fork_rng(devices))
         with torch.no_grad(), forked:

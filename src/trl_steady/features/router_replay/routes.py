@@ -39,7 +39,8 @@ def from_engine(array: object, layers: Sequence[int]) -> Tensor:
         ValueError: a row has -1 beside experts, or the same expert twice, which happens if the engine has not filled
             it in.
     """
-    array = np.load(io.BytesIO(base64.b64decode(array))) if isinstance(array, str) else array
+    if isinstance(array, str):
+        array = np.load(io.BytesIO(base64.b64decode(array)))
     routes = torch.as_tensor(array).int()
     if routes.size(1) != len(layers):
         routes = routes[:, list(layers)]
@@ -52,7 +53,10 @@ def from_engine(array: object, layers: Sequence[int]) -> Tensor:
             f"the engine's routes of token {token} in layer {layer} are {routes[token, layer].tolist()}, and must be "
             "different experts. The engine has not captured them; it may capture routes in some of its layers only."
         )
-    dtype = route_dtype(int(routes.max()) + 1 if routes.numel() else 1)
+    num_experts = 1
+    if routes.numel():
+        num_experts = int(routes.max()) + 1
+    dtype = route_dtype(num_experts)
     return routes.to(dtype).where(~missing, nothing(dtype))
 
 
@@ -62,8 +66,10 @@ def share_prefix_routes(routes: Tensor, prefixes: Tensor) -> Tensor:
     `prefixes` (B, P) are the tokens of the first P columns, with a number that is no token id in place of padding.
     Rows with equal prefixes form a group. In each column, a group has the routes of its first row that has some.
     """
-    (count, width), result = prefixes.shape, routes.clone()
-    groups = cast(Tensor, prefixes.unique(dim=0, return_inverse=True)[1]).unsqueeze(1).expand_as(prefixes)
+    count, width = prefixes.shape
+    result = routes.clone()
+    group_of_row = cast(Tensor, prefixes.unique(dim=0, return_inverse=True)[1])
+    groups = group_of_row.unsqueeze(1).expand_as(prefixes)
     rows = torch.arange(count, device=routes.device).unsqueeze(1)
     known = rows.where(is_route(routes[:, :width]).any(-1), count)
     first = torch.full_like(groups, count).scatter_reduce(0, groups, known, "amin").gather(0, groups)
