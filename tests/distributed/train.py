@@ -63,7 +63,7 @@ class Witness(transformers.TrainerCallback):
 class Invented(CandidateRecorder):
     """Candidates that the sampled token decides: up to 4 tokens, or all."""
 
-    def sets(self, completions: list[list[int]]) -> CandidateSets:
+    def candidates(self, completions: list[list[int]]) -> CandidateSets:
         tokens = (token for completion in completions for token in completion)
         return candidate_sets({token, *range(token - token % 5, token)} if token % 5 else [] for token in tokens)
 

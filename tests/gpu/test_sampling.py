@@ -38,7 +38,7 @@ def test_sets_are_the_finite_scores_of_generate(place: Place, models: dict[str, 
     completions = out.sequences[:, 3:].tolist()
     finite = [(scores > -torch.inf).tolist() for scores in out.scores]
     expected = [[i for i, own in enumerate(finite[step][row]) if own] for row in range(2) for step in range(8)]
-    assert [sorted(own) for own in lists(recorder.sets(completions))] == expected
+    assert [sorted(own) for own in lists(recorder.candidates(completions))] == expected
     figures("mean number of kept tokens", sum(map(len, expected)) / len(expected), "tokens")
 
 

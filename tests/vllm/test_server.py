@@ -15,7 +15,7 @@ from tests.vllm import mixtures
 from tests.vllm.tools import serving, shares
 from trl_steady.features.router_replay.feature import ROUTES
 from trl_steady.features.router_replay.routes import from_engine
-from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_sets
+from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_candidates
 
 pytestmark = [
     pytest.mark.vllm,
@@ -85,4 +85,4 @@ def test_routes_of_answers_to_tokens_are_those_of_each_token(
     with pytest.raises(
         ValueError, match=r"vLLM returned no kept tokens for 18 of 18 sequences\. Start a server with "
     ):
-        take_sets(generation, completions)
+        take_candidates(generation, completions)

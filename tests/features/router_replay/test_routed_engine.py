@@ -19,7 +19,7 @@ from tests.tools.engines import COMPLETIONS, RENDER, SPARSE, TOKENS, Array, Buil
 from tests.tools.sets import lists
 from trl_steady.features.router_replay.feature import ROUTES
 from trl_steady.features.router_replay.routes import from_engine
-from trl_steady.features.sampling_mask.feature import take_sets
+from trl_steady.features.sampling_mask.feature import take_candidates
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
 server, over_http, flagged = engines.server, engines.over_http, engines.flagged
@@ -140,7 +140,7 @@ def test_a_server_is_asked_about_images_too(server: Server, flagged: Build) -> N
     twice = lambda items: [each for each in items for _ in range(2)]
     _, completions, _, _ = generation.generate(twice(prompts), twice(images), 2)
     pairs = list(zip(twice(prompts), completions, strict=True))
-    sets = lists(take_sets(generation, completions))
+    sets = lists(take_candidates(generation, completions))
     assert sets == [each for pair in pairs for each in kept(*pair, 0)]
     found = [from_engine(each, SPARSE) for each in generation.take(ROUTES)]
     for (prompt, ids), routes in zip(pairs, found, strict=True):

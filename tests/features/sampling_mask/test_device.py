@@ -32,10 +32,10 @@ def generated(device: torch.device | str) -> CandidateRecorder:
 
 
 def test_sets_of_a_gpu_are_those_of_the_cpu_and_all_that_a_recording_holds() -> None:
-    expected = lists(generated("cpu").sets(COMPLETIONS))
+    expected = lists(generated("cpu").candidates(COMPLETIONS))
     with pretended_gpu():
         on_gpu = generated(CUDA)
-        sets = on_gpu.sets(COMPLETIONS)
+        sets = on_gpu.candidates(COMPLETIONS)
         assert sets.has(torch.tensor(list(itertools.chain(*COMPLETIONS)))).all()
         assert lists(sets) == expected
         trained = CandidateSets.cat([sets]).to(CUDA).take(torch.tensor([0, -1, 2], device=CUDA))

@@ -68,7 +68,7 @@ def test_recorded_are_the_scores_that_generate_samples_from(model: PreTrainedMod
     assert len({len(each) for each in completions}) > 1  # or nothing would be dropped
     finite = [scores[i][row].isfinite() for row, each in enumerate(completions) for i in range(len(each))]
     sets = [[] if mask.all() else mask.nonzero().flatten().tolist() for mask in finite]
-    assert [sorted(each) for each in lists(recorder.sets(completions))] == sets
+    assert [sorted(each) for each in lists(recorder.candidates(completions))] == sets
 
 
 def test_nothing_is_left_on_the_model(model: PreTrainedModel) -> None:

@@ -21,7 +21,7 @@ from trl_steady.core.metrics import Clock
 from trl_steady.features.router_replay.feature import ROUTES
 from trl_steady.features.router_replay.routes import from_engine
 from trl_steady.features.sampling_mask.candidates import CandidateSets
-from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_sets
+from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_candidates
 from trl_steady.trl_bridge.vllm import SteadyGeneration
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
@@ -169,7 +169,7 @@ def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
     ):
         generation = SteadyGeneration(model, process, None, extras=[SAMPLING_MASK, ROUTES], clock=Clock(), **options)
         _, completions, _, _ = generation.generate(prompts_of_process, None, generations)
-        sets = lists(take_sets(generation, completions))
+        sets = lists(take_candidates(generation, completions))
         assert sets == [each for pair in zip(prompts_of_process, completions, strict=True) for each in kept(*pair, 0)]
         found = [from_engine(each, SPARSE) for each in generation.take(ROUTES)]
         for prompt, ids, routes in zip(

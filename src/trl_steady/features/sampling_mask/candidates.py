@@ -41,7 +41,9 @@ class CandidateSets:
     @classmethod
     def cat(cls, parts: Sequence["CandidateSets"]) -> "CandidateSets":
         """Concatenate the sets of several parts, in order."""
-        return cls.from_counts(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
+        ids = torch.cat([part.ids for part in parts])
+        counts = torch.cat([part.counts for part in parts])
+        return cls.from_counts(ids, counts)
 
     def __len__(self) -> int:
         """Return the number of positions, N."""
@@ -69,7 +71,8 @@ class CandidateSets:
         """Return the sets of the positions in (n,) `index`, in this order; -1 gives an empty set."""
         index = index.to(self.offsets.device)
         counts = torch.cat([self.counts, self.offsets.new_zeros(1)])[index]  # -1 is the last, an empty set
-        offsets, sizes = torch.nn.functional.pad(counts.cumsum(0), (1, 0)), counts.cpu()
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        sizes = counts.cpu()
         shifts = (self.offsets[index] - offsets[:-1]).repeat_interleave(counts, output_size=int(sizes.sum()))
         indices = torch.arange(len(shifts), device=index.device) + shifts
         return CandidateSets(self.ids[indices], offsets, sizes)
@@ -82,10 +85,11 @@ class CandidateSets:
 
     def has(self, tokens: Tensor) -> Tensor:
         """Return (N,) bool, True where the token of a position is in its set. An empty set has all tokens."""
-        positions, found = self.positions, self.counts == 0
+        positions = self.positions
+        has_token = self.counts == 0
         matches = self.ids == tokens.to(positions.device)[positions]
-        found[positions[matches]] = True
-        return found
+        has_token[positions[matches]] = True
+        return has_token
 
     def to(self, device: torch.device) -> "CandidateSets":
         """Return the sets on a device."""

@@ -56,11 +56,15 @@ class SamplingMask(Feature):
 
     def engine_extras(self, args: SharedOptions) -> Iterable[EngineOutput]:
         """Return that vLLM must return its sampling mask."""
-        return [SAMPLING_MASK] if args.use_vllm and args.keep_sampling_mask else []
+        if args.use_vllm and args.keep_sampling_mask:
+            return [SAMPLING_MASK]
+        return []
 
     def on_init_end(self) -> None:
         """Refuse what rules out candidates. Without the option, warn if sampling leaves tokens out."""
-        trainer, args, model = self.trainer, self.args, self.trainer.model
+        trainer = self.trainer
+        args = self.args
+        model = trainer.model
         if not args.keep_sampling_mask:
             if args.truncations and trainer.accelerator.is_main_process:
                 self.warn(
@@ -69,14 +73,12 @@ class SamplingMask(Feature):
                     "keep_sampling_mask=True, or sample from the whole vocabulary."
                 )
             return
-        learns_prompts = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
-        reasons = {
-            "torch.compile would trace TRL's fused LM head": models.compiles(trainer),
-            "prompt learning shifts tokens against labels": learns_prompts,
-            "a rollout_func returns no kept tokens": trainer.rollout_func is not None,
-        }
-        for reason, is_so in reasons.items():
-            self.refuse(_OPTION, reason if is_so else None)
+        if models.compiles(trainer):
+            self.refuse(_OPTION, "torch.compile would trace TRL's fused LM head")
+        if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+            self.refuse(_OPTION, "prompt learning shifts tokens against labels")
+        if trainer.rollout_func is not None:
+            self.refuse(_OPTION, "a rollout_func returns no kept tokens")
 
     # a rollout
 
@@ -87,26 +89,26 @@ class SamplingMask(Feature):
 
     def around_generate(self, turn: Turn, call_next: Callable[[Turn], Any]) -> Any:
         """Record the candidates of a generation."""
-        record = None if turn.rollout is None else turn.rollout.records.get(_COLUMN)
-        if record is None:
+        if turn.rollout is None or _COLUMN not in turn.rollout.records:
             return call_next(turn)
+        record: _CandidateRecord = turn.rollout.records[_COLUMN]
         bare = models.bare(self.trainer, self.trainer.model)
         if self.trainer.use_vllm:
             generated = call_next(turn)
-            sets = take_sets(self.trainer.vllm_generation, turn.completion_ids)
-            sets = sets.without_large(bare.config.get_text_config().vocab_size)
+            candidates = take_candidates(self.trainer.vllm_generation, turn.completion_ids)
+            candidates = candidates.without_large(bare.config.get_text_config().vocab_size)
         else:
             recorder = CandidateRecorder()
             with last_logits_processor(bare, recorder, refuse_other_modes):
                 generated = call_next(turn)
-            sets = recorder.sets(turn.completion_ids)
-        tokens = [*itertools.chain(*turn.completion_ids)]
-        if len(sets) != len(tokens) or not sets.has(torch.tensor(tokens)).all():
+            candidates = recorder.candidates(turn.completion_ids)
+        tokens = list(itertools.chain.from_iterable(turn.completion_ids))
+        if len(candidates) != len(tokens) or not candidates.has(torch.tensor(tokens)).all():
             raise ValueError(
                 f"{_OPTION}: a token of the rollout is not in the set that it was sampled from, so sets and tokens do "
                 "not match. Set keep_sampling_mask=False, and report this bug."
             )
-        record.add_sets(turn, sets)
+        record.add_candidates(turn, candidates)
         return generated
 
     def on_rollout_end(self, rollout: Rollout) -> None:
@@ -114,9 +116,9 @@ class SamplingMask(Feature):
         if _COLUMN not in rollout.records:
             return
         width = rollout.samples["completion_ids"].size(1)
-        sets = self._rollout_sets(rollout, rollout.input_ids, rollout.attention_mask, width)
-        rollout.samples[_COLUMN] = sets.split(width)
-        counts = sets.counts[rollout.is_sampled.flatten()]
+        candidates = self._rollout_candidates(rollout, rollout.input_ids, rollout.attention_mask, width)
+        rollout.samples[_COLUMN] = candidates.split(width)
+        counts = candidates.counts[rollout.is_sampled.flatten()]
         has_set = counts > 0
         self.trainer.metrics.pooled(
             means={
@@ -135,21 +137,23 @@ class SamplingMask(Feature):
                 "all. Their log-probs are of the whole vocabulary. Set top_k to bound the number of kept tokens."
             )
 
-    def _rollout_sets(self, rollout: Rollout, ids: Tensor, mask: Tensor, width: int) -> CandidateSets:
-        """Return the sets of the tokens of (B, width) completions, from what generation recorded."""
+    def _rollout_candidates(self, rollout: Rollout, ids: Tensor, mask: Tensor, width: int) -> CandidateSets:
+        """Return the candidates of the tokens of (B, width) completions, from what generation recorded."""
         record = rollout.records[_COLUMN]
         if record.values is None:
             numbers = record.aligned(ids, mask)
-            sets = CandidateSets.cat(record.sets).to(ids.device)
-            record.values = sets.take(numbers[:, -width:].flatten())
+            candidates = CandidateSets.cat(record.candidates).to(ids.device)
+            record.values = candidates.take(numbers[:, -width:].flatten())
         return record.values
 
     # a pass
 
     def around_forward(self, forward: ForwardPass, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
         """Compute log-probs of policy and reference among the candidates of the rollout or micro-batch."""
-        sets = None if forward.role in ("value", "other") else self._forward_sets(forward)
-        if sets is None:
+        if forward.role in ("value", "other"):
+            return call_next(forward)
+        candidates = self._forward_candidates(forward)
+        if candidates is None:
             return call_next(forward)
         ids = forward.input_ids
         index = torch.full_like(ids, -1)
@@ -158,7 +162,8 @@ class SamplingMask(Feature):
         wrappers: list[SamplingMaskModel] = []
 
         def wrap(model: ModelCall) -> ModelCall:
-            wrappers.append(SamplingMaskModel(model, sets, index, forward.with_entropy, ids.new_zeros(2).double()))
+            kept_mass = ids.new_zeros(2).double()
+            wrappers.append(SamplingMaskModel(model, candidates, index, forward.with_entropy, kept_mass))
             return wrappers[0]
 
         forward.wrap_model(wrap, needs_token_indices=True)
@@ -167,20 +172,22 @@ class SamplingMask(Feature):
             self.trainer.metrics.pooled(sums={"sampling_mask/kept_mass": wrappers[0].kept_mass})
         return log_probs
 
-    def _forward_sets(self, forward: ForwardPass) -> CandidateSets | None:
-        ids, width = forward.input_ids, forward.width
+    def _forward_candidates(self, forward: ForwardPass) -> CandidateSets | None:
+        ids = forward.input_ids
+        width = forward.width
         if forward.rollout is not None and _COLUMN in forward.rollout.records:
-            return self._rollout_sets(forward.rollout, ids, forward.attention_mask, width)
+            return self._rollout_candidates(forward.rollout, ids, forward.attention_mask, width)
         column = forward.samples.get(_COLUMN)
         if column is None:
             return None
-        sets = CandidateSets.cat([CandidateSets(*completion) for completion in column])
-        if len(sets) != len(ids) * width:
+        parts = [CandidateSets(token_ids, offsets) for token_ids, offsets in column]
+        candidates = CandidateSets.cat(parts)
+        if len(candidates) != len(ids) * width:
             raise ValueError(
-                f"a micro-batch of {len(ids)} completions of {width} tokens has kept tokens of {len(sets)} positions. "
-                "Cut its kept_tokens like its completion_ids."
+                f"a micro-batch of {len(ids)} completions of {width} tokens has kept tokens of {len(candidates)} "
+                "positions. Cut its kept_tokens like its completion_ids."
             )
-        return sets
+        return candidates
 
 
 class _CandidateRecord(TokenRecord):
@@ -188,40 +195,54 @@ class _CandidateRecord(TokenRecord):
 
     def __init__(self) -> None:
         super().__init__(_OPTION, "Set keep_sampling_mask=False.")
-        self.sets: list[CandidateSets] = []
+        self.candidates: list[CandidateSets] = []
 
-    def add_sets(self, turn: Turn, sets: CandidateSets) -> None:
-        """Add the sets of all completion tokens of a turn, one completion after the other."""
-        numbers = torch.arange(len(sets), dtype=torch.int32) + sum(map(len, self.sets))
-        parts = torch.split(numbers, [len(completion) for completion in turn.completion_ids])
-        self.sets.append(sets)
-        pairs = zip(turn.prompt_ids, parts, strict=True)
-        self.add(turn, [torch.nn.functional.pad(part, (len(prompt), 0), value=-1) for prompt, part in pairs])
+    def add_candidates(self, turn: Turn, candidates: CandidateSets) -> None:
+        """Add the candidates of all completion tokens of a turn, one completion after the other."""
+        first = sum(map(len, self.candidates))
+        numbers = torch.arange(len(candidates), dtype=torch.int32) + first
+        self.candidates.append(candidates)
+        parts = torch.split(numbers, list(map(len, turn.completion_ids)))
+        values: list[Tensor] = []
+        for prompt, part in zip(turn.prompt_ids, parts, strict=True):
+            values.append(torch.nn.functional.pad(part, (len(prompt), 0), value=-1))
+        self.add(turn, values)
 
     def take(self, sequences: Sequence[list[int]]) -> list[tuple[Traced, CandidateSets]]:
-        """Remove the sets of B sequences of tokens, and return those of each, with the numbers of its tokens."""
+        """Remove the candidates of B sequences of tokens, and return those of each, with the numbers of its tokens."""
+        taken: list[tuple[Traced, CandidateSets]] = []
         traced: list[Traced] = super().take(sequences)
-        sets, self.sets = CandidateSets.cat(self.sets), []
-        return [(each, sets.take(each.values[each.values >= 0])) for each in traced]
+        candidates = CandidateSets.cat(self.candidates)
+        self.candidates = []
+        for sequence in traced:
+            numbers = sequence.values[sequence.values >= 0]
+            taken.append((sequence, candidates.take(numbers)))
+        return taken
 
     def give(self, items: Sequence[tuple[Traced, CandidateSets]]) -> None:
         """Record items of `take` again, with new numbers."""
-        self.sets = [sets for _, sets in items]
-        counts = [len(sets) for sets in self.sets]
-        numbers = torch.split(torch.arange(sum(counts), dtype=torch.int32), counts)
-        pairs = zip([traced for traced, _ in items], numbers, strict=True)
-        super().give([Traced(ids, old.masked_scatter(old >= 0, new)) for (ids, old), new in pairs])
+        self.candidates = []
+        renumbered: list[Traced] = []
+        first = 0
+        for (ids, old_numbers), candidates in items:
+            numbers = torch.arange(first, first + len(candidates), dtype=torch.int32)
+            renumbered.append(Traced(ids, old_numbers.masked_scatter(old_numbers >= 0, numbers)))
+            self.candidates.append(candidates)
+            first += len(candidates)
+        super().give(renumbered)
 
 
-def take_sets(engine: SteadyGeneration, completions: list[list[int]]) -> CandidateSets:
+def take_candidates(engine: SteadyGeneration, completions: list[list[int]]) -> CandidateSets:
     """Return the candidates of each token of the completions of the engine's last call, which forgets them."""
     parts: list[CandidateSets] = []
     for (ids, counts), completion in zip(engine.take(SAMPLING_MASK), completions, strict=True):
         sizes = counts[: len(completion)]  # a stop token that is not in the completion has a set too
         parts.append(CandidateSets.from_counts(torch.from_numpy(ids[: sizes.sum()]), torch.from_numpy(sizes)))
-    sets = CandidateSets.cat(parts)
-    if (sets.ids < 0).any() or ((sets.positions * 2**32 + sets.ids).sort().values.diff() == 0).any():
+    candidates = CandidateSets.cat(parts)
+    pairs = candidates.positions * 2**32 + candidates.ids  # one number for each position and token
+    has_twice = (pairs.sort().values.diff() == 0).any()
+    if (candidates.ids < 0).any() or has_twice:
         raise ValueError(
             f"{_OPTION}: vLLM returned a set of kept tokens with a token twice, or with a negative token id."
         )
-    return sets
+    return candidates

@@ -20,6 +20,15 @@ _CHUNK = 2**22
 """Numbers of the head that are read at a time on CPU; 8 times as many on a GPU, where launching kernels costs most."""
 
 
+class _Scaling(NamedTuple):
+    """Settings of the logits of a head."""
+
+    dtype: torch.dtype  # of the products
+    temperature: float
+    logit_scale: float
+    softcap: float | None
+
+
 class _Chunk(NamedTuple):
     """Chunk of `n` positions with sets of similar size, of at most `K` tokens each."""
 
@@ -30,21 +39,26 @@ class _Chunk(NamedTuple):
     count: int  # of candidates
 
 
-def _chunks(sets: CandidateSets, targets: Tensor, width: int) -> Iterator[_Chunk]:
+def _chunks(candidates: CandidateSets, targets: Tensor, width: int) -> Iterator[_Chunk]:
     """Yield all positions whose sets have two tokens or more, those with the largest sets first."""
-    counts = sets.counts
+    counts = candidates.counts
     order = counts.argsort(descending=True, stable=True)
-    sizes = cast(list[int], (sets.sizes if len(sets.sizes) else counts).sort(descending=True).values.tolist())
+    known_counts = candidates.sizes if len(candidates.sizes) else counts  # without a wait, if `take` has waited
+    sizes: list[int] = known_counts.sort(descending=True).values.tolist()
     with_choice = sum(size >= 2 for size in sizes)
-    size = _CHUNK if counts.device.type == "cpu" else 8 * _CHUNK
+    numbers_at_a_time = _CHUNK
+    if counts.device.type != "cpu":
+        numbers_at_a_time = 8 * _CHUNK
     start = 0
     while start < with_choice:
-        end = min(start + max(1, size // (sizes[start] * width)), with_choice)
+        most_positions = max(1, numbers_at_a_time // (sizes[start] * width))
+        end = min(start + most_positions, with_choice)
         positions = order[start:end]
         columns = torch.arange(sizes[start], device=counts.device)
         is_candidate = columns < counts[positions].unsqueeze(-1)
-        indices = (sets.offsets[positions].unsqueeze(-1) + columns).clamp(max=len(sets.ids) - 1)
-        ids = sets.ids[indices].long().where(is_candidate, 0)
+        indices = candidates.offsets[positions].unsqueeze(-1) + columns
+        indices = indices.clamp(max=len(candidates.ids) - 1)
+        ids = candidates.ids[indices].long().where(is_candidate, 0)
         is_target = is_candidate & (ids == targets[positions].unsqueeze(-1))
         yield _Chunk(positions, ids, is_candidate, is_target, sum(sizes[start:end]))
         start = end
@@ -58,16 +72,16 @@ class _CandidateLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        sets: CandidateSets,
-        scaling: tuple[float, float, float | None],
+        candidates: CandidateSets,
+        scaling: _Scaling,
     ) -> Tensor:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        ctx.targets, ctx.sets, ctx.options = targets, sets, (dtype, *scaling)
-        log_probs = hidden.new_zeros(len(hidden), dtype=torch.promote_types(dtype, torch.float32))
+        ctx.targets = targets
+        ctx.candidates = candidates
+        ctx.scaling = scaling
+        log_probs = hidden.new_zeros(len(hidden), dtype=torch.promote_types(scaling.dtype, torch.float32))
         normalisers = torch.zeros_like(log_probs)
-        for chunk in _chunks(sets, targets, hidden.size(-1)):
-            logits = _logits(chunk, hidden, weight, bias, *ctx.options)[0]
+        for chunk in _chunks(candidates, targets, hidden.size(-1)):
+            logits = _logits(chunk, hidden, weight, bias, scaling)[0]
             normaliser = logits.logsumexp(-1)
             log_probs[chunk.positions] = logits.where(chunk.is_target, 0).sum(-1) - normaliser
             normalisers[chunk.positions] = normaliser
@@ -79,21 +93,26 @@ class _CandidateLogProbs(torch.autograd.Function):
         hidden, weight, bias, normalisers = ctx.saved_tensors
         # autocast would round the sums
         with torch.autocast(hidden.device.type, enabled=False):
-            grad_hidden, grad_weight, grad_bias = (
-                torch.zeros(source.shape, dtype=grad.dtype, device=grad.device) if is_needed else None
-                for source, is_needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-            )
-            for chunk in _chunks(ctx.sets, ctx.targets, hidden.size(-1)):
+            grad_hidden = grad_weight = grad_bias = None
+            if ctx.needs_input_grad[0]:
+                grad_hidden = grad.new_zeros(hidden.shape)
+            if ctx.needs_input_grad[1]:
+                grad_weight = grad.new_zeros(weight.shape)
+            if ctx.needs_input_grad[2]:
+                grad_bias = grad.new_zeros(bias.shape)
+            for chunk in _chunks(ctx.candidates, ctx.targets, hidden.size(-1)):
                 positions, ids, is_candidate, is_target, count = chunk
-                logits, slope, rows = _logits(chunk, hidden, weight, bias, *ctx.options)
+                logits, slope, rows = _logits(chunk, hidden, weight, bias, ctx.scaling)
                 probabilities = (logits - normalisers[positions].unsqueeze(-1)).exp()
-                grad_products = grad[positions].unsqueeze(-1) * (is_target.to(grad.dtype) - probabilities) * slope
+                grad_logits = grad[positions].unsqueeze(-1) * (is_target.to(grad.dtype) - probabilities)
+                grad_products = grad_logits * slope
                 if grad_hidden is not None:
                     grad_hidden[positions] = torch.bmm(grad_products.unsqueeze(1), rows.to(grad.dtype)).squeeze(1)
                 if grad_weight is not None or grad_bias is not None:
                     counts = is_candidate.sum(1)
                     row = torch.repeat_interleave(counts, output_size=count)  # an index by the mask would wait for it
-                    column = torch.arange(count, device=row.device) - (counts.cumsum(0) - counts)[row]
+                    starts = counts.cumsum(0) - counts
+                    column = torch.arange(count, device=row.device) - starts[row]
                     tokens, grads = ids[row, column], grad_products[row, column]
                     if grad_weight is not None:
                         grad_weight.index_add_(0, tokens, grads.unsqueeze(-1) * hidden[positions[row]].to(grad.dtype))
@@ -103,19 +122,13 @@ class _CandidateLogProbs(torch.autograd.Function):
 
 
 def _logits(
-    chunk: _Chunk,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
+    chunk: _Chunk, hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: _Scaling
 ) -> tuple[Tensor, Tensor | float, Tensor]:
     """Return the logits (n, K), -inf outside the sets, their slopes, and the rows of the head (n, K, H).
 
     The slopes are the derivatives of the logits with respect to the products of hidden states and rows.
     """
+    dtype, temperature, logit_scale, softcap = scaling
     rows = weight[chunk.ids].to(dtype)
     products = torch.bmm(rows, hidden[chunk.positions].to(dtype).unsqueeze(-1)).squeeze(-1)
     if bias is not None:
@@ -124,11 +137,13 @@ def _logits(
     slope: Tensor | float = logit_scale / temperature
     if softcap is not None:
         bent = torch.tanh(logits / softcap)
-        logits, slope = softcap * bent, slope * (1 - bent * bent)
-    return (logits * (1 / temperature)).where(chunk.is_candidate, -torch.inf), slope, rows
+        logits = softcap * bent
+        slope = slope * (1 - bent * bent)
+    logits = logits * (1 / temperature)
+    return logits.where(chunk.is_candidate, -torch.inf), slope, rows
 
 
-def candidate_log_probs(head: Head, sets: CandidateSets) -> Tensor:
+def candidate_log_probs(head: Head, candidates: CandidateSets) -> Tensor:
     """Return log-probs of tokens under a policy renormalised on their candidates, z_a - logsumexp of z_j over the set.
 
     This is "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). The logits are
@@ -137,12 +152,17 @@ def candidate_log_probs(head: Head, sets: CandidateSets) -> Tensor:
 
     Args:
         head: The inputs of the LM head at N positions. Each target is in its set.
-        sets: Candidates at the N positions.
+        candidates: Those of the N positions.
 
     Returns:
         (N,) log-probs. A set of one token gives exactly 0. An empty set also gives 0, and the caller must replace it.
         The gradient with respect to a logit outside of the set is exactly 0.
     """
-    scaling = head.temperature, head.logit_scale, head.softcap
-    arguments = head.hidden, head.weight, head.bias, head.targets, sets.to(head.hidden.device), scaling
-    return cast(Tensor, _CandidateLogProbs.apply(*arguments))
+    device = head.hidden.device
+    dtype = head.hidden.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    scaling = _Scaling(dtype, head.temperature, head.logit_scale, head.softcap)
+    candidates = candidates.to(device)
+    log_probs = _CandidateLogProbs.apply(head.hidden, head.weight, head.bias, head.targets, candidates, scaling)
+    return cast(Tensor, log_probs)

@@ -17,9 +17,9 @@ class SamplingMaskModel:
     """Wrapper that computes the log-prob of each token among its candidates, for a model with TRL's fused LM head."""
 
     model: ModelCall  # takes `token_indices`, returns `log_probs`
-    sets: CandidateSets  # of some positions
+    candidates: CandidateSets  # of some positions
     index: Tensor
-    """(B, L) number of the set of each token. A token with -1 gets the log-prob of the model."""
+    """(B, L) position of the candidates of each token. A token with -1 gets the log-prob of the model."""
     with_entropy: bool
     """True to compute the entropy of the whole vocabulary. Otherwise, TRL's head runs only if a token has no set."""
     kept_mass: Tensor
@@ -32,25 +32,31 @@ class SamplingMaskModel:
         is_needed = has_label.flatten()
 
         def compute(head: Head) -> HeadOutputs:
-            is_compact = len(head.targets) < len(index)  # to tokens with labels, whose number is known then
-            at = (~is_needed).int().argsort(stable=True)[: len(head.targets)] if is_compact else slice(None)
-            sets = self.sets.take(index[at])  # the only wait
-            is_left = sets.sizes == 0 if is_compact else is_needed & (sets.counts == 0)
-            return self._compute(head, sets.to(head.hidden.device), bool(is_left.any()))  # it may be on another device
+            if len(head.targets) < len(index):  # the head gets tokens with labels only, whose number is known then
+                with_label_first = (~is_needed).int().argsort(stable=True)
+                candidates = self.candidates.take(index[with_label_first[: len(head.targets)]])  # the only wait
+                is_left = candidates.sizes == 0
+            else:
+                candidates = self.candidates.take(index)  # the only wait
+                is_left = is_needed & (candidates.counts == 0)
+            candidates = candidates.to(head.hidden.device)  # it may be on another device
+            return self._compute(head, candidates, bool(is_left.any()))
 
         with replace_head(compute):
             return self.model(token_indices=token_indices, labels=labels, **batch)
 
-    def _compute(self, head: Head, sets: CandidateSets, is_left: bool) -> HeadOutputs:
-        has_set = sets.counts > 0
-        if not len(sets.ids):
+    def _compute(self, head: Head, candidates: CandidateSets, is_left: bool) -> HeadOutputs:
+        has_set = candidates.counts > 0
+        if not len(candidates.ids):
             return head.trl_outputs()
-        log_probs = candidate_log_probs(head, sets)
+        log_probs = candidate_log_probs(head, candidates)
         if not self.with_entropy and not is_left:
             return log_probs, None, None, None, None
         outputs = head.trl_outputs()
-        whole = outputs[0]
+        trl_log_probs = outputs[0]
         if self.with_entropy:
-            masses = (whole.detach() - log_probs.detach()).double().exp().where(has_set, 0)
+            masses = (trl_log_probs.detach() - log_probs.detach()).double().exp().where(has_set, 0)
             self.kept_mass = self.kept_mass.to(masses.device) + torch.stack([masses.sum(), has_set.sum()])
-        return (log_probs.where(has_set, whole) if is_left else log_probs, *outputs[1:])
+        if is_left:
+            log_probs = log_probs.where(has_set, trl_log_probs)
+        return (log_probs, *outputs[1:])

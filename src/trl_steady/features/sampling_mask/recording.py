@@ -25,10 +25,13 @@ class CandidateRecorder(LogitsProcessor):
         self._steps.append(CandidateSets.from_mask(scores > -torch.inf).to(torch.device("cpu")))
         return scores
 
-    def sets(self, completions: Sequence[Sequence[int]]) -> CandidateSets:
-        """Return the sets of all tokens of each completion, one completion after the other."""
-        # sets are ordered by step and sequence; what follows a completion is padding
-        parts = [torch.arange(len(each)) * len(completions) + row for row, each in enumerate(completions)]
+    def candidates(self, completions: Sequence[Sequence[int]]) -> CandidateSets:
+        """Return the candidates of all tokens of each completion, one completion after the other."""
+        # sets are ordered by step and sequence; tokens after a completion are padding
+        parts: list[Tensor] = []
+        for row, completion in enumerate(completions):
+            steps = torch.arange(len(completion))
+            parts.append(steps * len(completions) + row)
         return CandidateSets.cat(self._steps).take(torch.cat(parts))
 
 
