@@ -5,8 +5,9 @@ It fills the row of a token for which nothing was recorded. Tensor operations cu
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, cast
+import itertools
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +41,10 @@ class TokenRecord:
 
     def add(self, turn: Turn, values: Sequence[Tensor]) -> None:
         """Add the values of a turn: (T, *) for each of its sequences, or (T - 1, *) without the last token."""
-        sequences = zip(turn.prompt_ids, turn.completion_ids, values, strict=True)
-        self.turns.append([Traced([*prompt, *completion], traced) for prompt, completion, traced in sequences])
+        sequences: list[Traced] = []
+        for prompt, completion, of_tokens in zip(turn.prompt_ids, turn.completion_ids, values, strict=True):
+            sequences.append(Traced([*prompt, *completion], of_tokens))
+        self.turns.append(sequences)
 
     def aligned(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the values (B, L, *) of the tokens of a padded batch, as the function `aligned`."""
@@ -51,7 +54,8 @@ class TokenRecord:
     def take(self, sequences: Sequence[list[int]]) -> list[Any]:
         """Remove what was recorded for B sequences of tokens, and return it, one item for each, as `matched`."""
         with self._naming_option():
-            turns, self.turns = self.turns, []
+            turns = self.turns
+            self.turns = []
             return matched(stitched(turns), sequences)
 
     def give(self, items: Sequence[Any]) -> None:
@@ -79,26 +83,36 @@ def stitched(turns: Sequence[Sequence[Traced]]) -> list[Traced]:
     Raises:
         ValueError: a sequence continues none of the earlier ones.
     """
-    dtype = max((each.values.dtype for turn in turns for each in turn), key=lambda each: each.itemsize)
-    sequences = [_one_row_per_token(each, dtype) for each in turns[0]]
+    dtypes = [traced.values.dtype for traced in itertools.chain.from_iterable(turns)]
+    dtype = max(dtypes, key=lambda candidate: candidate.itemsize)
+    sequences = [_one_row_per_token(traced, dtype) for traced in turns[0]]
     for number, turn in enumerate(turns[1:], start=2):
-        candidates = iter(range(len(sequences)))  # each is tried once, so that the order is kept
+        index = 0  # of the earlier sequence that is tried next; each is tried once, so that the order is kept
         for later in turn:
-            index = next((i for i in candidates if later.ids[: len(sequences[i].ids)] == sequences[i].ids), None)
-            if index is None:
+            while index < len(sequences) and not _continues(later, sequences[index]):
+                index += 1
+            if index == len(sequences):
                 raise ValueError(
                     f"turn {number} of a rollout has sequences that continue none of the earlier ones, so their "
                     "recorded values cannot be joined."
                 )
-            known, joined = sequences[index].values, _one_row_per_token(later, dtype)
+            known = sequences[index].values
+            joined = _one_row_per_token(later, dtype)
             joined.values[: len(known)] = known.where(known != nothing(dtype), joined.values[: len(known)])
             sequences[index] = joined
+            index += 1
     return sequences
+
+
+def _continues(later: Traced, earlier: Traced) -> bool:
+    return later.ids[: len(earlier.ids)] == earlier.ids
 
 
 def _one_row_per_token(traced: Traced, dtype: torch.dtype) -> Traced:
     """Return a copy with values (T, *) of a dtype, with a row for the last token."""
-    (ids, values), tokens, rows = traced, len(traced.ids), len(traced.values)
+    ids, values = traced
+    tokens = len(ids)
+    rows = len(values)
     if rows not in (tokens - 1, tokens):
         raise ValueError(
             f"the engine returned values for {rows} tokens of a sequence of {tokens}. Only the last may have none."
@@ -124,28 +138,39 @@ def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tens
         ValueError: a row has other tokens than every sequence that is left.
     """
     mask = attention_mask.bool().cpu()
-    tokens = [cast(list[int], ids[is_token].tolist()) for ids, is_token in zip(input_ids.cpu(), mask, strict=True)]
-    like = sequences[0].values
-    batch = like.new_full((*input_ids.shape, *like.shape[1:]), nothing(like.dtype))
-    for row, found in enumerate(matched(sequences, tokens)):
-        batch[row, mask[row].nonzero().squeeze(-1)] = found.values[: len(tokens[row])]
+    tokens: list[list[int]] = []
+    for ids, is_token in zip(input_ids.cpu(), mask, strict=True):
+        tokens.append(ids[is_token].tolist())
+    first = sequences[0].values
+    batch = first.new_full(input_ids.shape + first.shape[1:], nothing(first.dtype))
+    for row, traced in enumerate(matched(sequences, tokens)):
+        columns = mask[row].nonzero().squeeze(-1)
+        batch[row, columns] = traced.values[: len(tokens[row])]
     return batch.to(input_ids.device)
 
 
 def matched(sequences: Sequence[Traced], tokens: Sequence[list[int]]) -> list[Traced]:
-    """Return for each row of tokens a sequence that begins with it: the one at its place if that fits.
+    """Return for each row of tokens a sequence that begins with it: the one with the same index if that fits.
 
     Raises:
         ValueError: a row has other tokens than every sequence that is left.
     """
-    free, found = dict(enumerate(sequences)), dict[int, Traced]()
+    free = dict(enumerate(sequences))
+    sequence_of_row: dict[int, Traced] = {}
     for row in sorted(range(len(tokens)), key=lambda row: -len(tokens[row])):
-        count = len(tokens[row])
-        fitting = next((i for i in (row, *free) if i in free and free[i].ids[:count] == tokens[row]), None)
-        if fitting is None:
+        index = _fitting(free, row, tokens[row])
+        if index is None:
             raise ValueError(
                 f"sequence {row} of the rollout has other tokens than were recorded. A subclass or a tool may have "
                 "changed them after they were sampled."
             )
-        found[row] = free.pop(fitting)
-    return [found[row] for row in range(len(tokens))]
+        sequence_of_row[row] = free.pop(index)
+    return [sequence_of_row[row] for row in range(len(tokens))]
+
+
+def _fitting(free: Mapping[int, Traced], row: int, tokens: list[int]) -> int | None:
+    """Return the index of the sequence that begins with the tokens of a row: the row's own, or the first."""
+    for index in (row, *free):
+        if index in free and free[index].ids[: len(tokens)] == tokens:
+            return index
+    return None
