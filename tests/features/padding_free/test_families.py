@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import transformers
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
@@ -28,6 +29,7 @@ from tests.oracles import kernels
 from tests.tools import families
 from tests.tools.cases import cases
 from tests.tools.families import IS_TOLD
+from tests.tools.headroom import within
 from trl_steady.features.padding_free.attention import PackedAttention, own_implementation
 from trl_steady.features.padding_free.support import Support, find_support
 
@@ -134,6 +136,37 @@ def test_a_batch_without_its_padding(name: str) -> None:
         if model.supports_gradient_checkpointing:
             model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             _assert_packed(model, expected, batch)
+
+
+# Columns in front of a sequence. Some scales of queries first change after 16,384.
+SHIFT = 2**16
+# Rounding after that shift: the mean over all log-probs, relative to the largest. float32 rounds angles of 65,536
+# radians by up to 4e-3. This moves log-probs by 2e-5 at most. The families below move theirs by 1e-3 or more.
+ANGLES = 1.5e-4
+ABSOLUTE = _set("beam dory hunyuan_v1_dense hunyuan_v1_moe ministral3")
+TABLES = _set("codegen gptj")
+"""The model has a table of angles, for as many positions as its config says."""
+
+
+@pytest.mark.parametrize(
+    "name", cases([name for name in families.names() if name in PACKED | CUT], FAST.intersection(PACKED | CUT))
+)
+def test_columns_are_cut_only_if_positions_far_away_change_nothing(name: str) -> None:
+    """With the weights of `families`, which differ by channel. Those of a new model would hide a scale of channels."""
+    own = families.config(name, n_positions=2 * SHIFT) if name in TABLES else None
+    model = _build(name, own=own)
+    ids = make_batch()["input_ids"].clamp(min=2)
+    positions = torch.arange(ids.size(1)).expand_as(ids)
+    with torch.no_grad():
+        near, far = (
+            model(input_ids=ids, position_ids=positions + shift, use_cache=False).logits.log_softmax(-1)
+            for shift in (0, SHIFT)
+        )
+    apart = ((far - near).abs().mean() / near.abs().max()).item()
+    if find_support(model).is_shift_invariant:
+        assert within(apart, ANGLES)
+    elif name in ABSOLUTE:
+        assert not within(apart, ANGLES)
 
 
 KERNELS = {"flash_attention_2": kernels.flash_attention, "varlen": kernels.torch_varlen}

@@ -1,4 +1,4 @@
-"""Which sequences go through a model together, and how their tokens are packed into one row."""
+"""Choose the sequences that go through a model together, and pack their tokens into one row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
