@@ -4,22 +4,14 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
+from trl_steady.core.feature import Trainer
 from trl_steady.core.types import MicroBatch
 from trl_steady.functional.masks import binary_divergence, second_moment_mask
 from trl_steady.functional.ratios import gmpo_log_ratio, truncate
-
-
-class ClippedTrainer(Protocol):
-    """A trainer with clip ranges, which a callback may anneal."""
-
-    epsilon_low: float
-    epsilon_high: float
-    args: Any
-    """A config, which has `delta`, `dppo_divergence` and `m2po_budget`."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +37,19 @@ class Loss:
     """Default of `epsilon_high` if `epsilon` is unset too."""
     rewrite: Callable[[MicroBatch], MicroBatch] | None = None
     """Changes the micro-batch so that TRL's loss on token ratios becomes this one."""
-    policy_term: Callable[[MicroBatch, ClippedTrainer, Tensor | None], Tensor] | None = None
+    policy_term: Callable[[MicroBatch, Trainer, Tensor | None], Tensor] | None = None
     """Computes the policy term (B, T) itself, as `gmpo_term` does. TRL's loss adds its other terms.
 
     It gets the micro-batch, with 0 outside the mask; the trainer, whose clip ranges and `delta` it must apply; and the
     tokens (B, T) to which `top_entropy_quantile` limits the gradient, or None. Advantages are (B,), (B, 1) or (B, T);
     with `advantages="sequence"` there is one for each sequence.
     """
-    token_masks: Callable[[MicroBatch, ClippedTrainer], Mapping[str, Tensor]] | None = None
+    token_masks: Callable[[MicroBatch, Trainer], Mapping[str, Tensor]] | None = None
     """Returns name -> (B, T) bool, False = left out of the policy term, logged as the share `dropped/name`."""
     to_sampler: bool = False
     """True if the ratio is to the sampler. The config then switches off TRL's correction for an engine, which would be
     a second ratio to it."""
-    trl_metric_overrides: Callable[[ClippedTrainer], Mapping[str, float]] | None = None
+    trl_metric_overrides: Callable[[Trainer], Mapping[str, float]] | None = None
     """Clip ranges of the trainer as TRL's metrics need them, if they mean something else."""
 
     @property
@@ -90,7 +82,7 @@ def gspo_token(batch: MicroBatch) -> MicroBatch:
     )
 
 
-def gmpo_term(batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | None) -> Tensor:
+def gmpo_term(batch: MicroBatch, trainer: Trainer, is_kept: Tensor | None) -> Tensor:
     """Return the policy term of GMPO, (B, T) equal values for all tokens of a sequence: -ratio · A."""
     advantages, mask = batch.advantages.view(-1, 1), batch.mask if is_kept is None else batch.mask & is_kept.bool()
     bounds = {"low": trainer.epsilon_low, "high": trainer.epsilon_high, "delta": trainer.args.delta}
@@ -98,15 +90,13 @@ def gmpo_term(batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | None
     return (-log_ratio.exp() * advantages).expand_as(batch.logps)
 
 
-def _clip_in_ratios(trainer: ClippedTrainer) -> dict[str, float]:
+def _clip_in_ratios(trainer: Trainer) -> dict[str, float]:
     """Return GMPO's clip ranges, of log-ratios, as distances of the ratio from 1."""
     high = min(trainer.epsilon_high, 700.0)  # e^709 overflows
     return {"epsilon_low": -math.expm1(-trainer.epsilon_low), "epsilon_high": math.expm1(high)}
 
 
-def sampler_ratio_term(
-    batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | None, *, largest: float
-) -> Tensor:
+def sampler_ratio_term(batch: MicroBatch, trainer: Trainer, is_kept: Tensor | None, *, largest: float) -> Tensor:
     """Return the policy term of DPPO and M2PO before their masks, (B, T): -min(π/μ, C) · A, with C = `delta`.
 
     Without `delta`, C is `largest`. The value is that of DPPO's equation 12, and the gradient that of equation 23,
@@ -119,7 +109,7 @@ def sampler_ratio_term(
     return values if is_kept is None else values * is_kept
 
 
-def dppo_masks(batch: MicroBatch, trainer: ClippedTrainer) -> dict[str, Tensor]:
+def dppo_masks(batch: MicroBatch, trainer: Trainer) -> dict[str, Tensor]:
     """Return the tokens that DPPO keeps (equation 12): those that do not move on away from the sampler's policy.
 
     A token is dropped if its advantage is positive and its probability has grown too much, or the reverse.
@@ -132,7 +122,7 @@ def dppo_masks(batch: MicroBatch, trainer: ClippedTrainer) -> dict[str, Tensor]:
     }
 
 
-def m2po_masks(batch: MicroBatch, trainer: ClippedTrainer) -> dict[str, Tensor]:
+def m2po_masks(batch: MicroBatch, trainer: Trainer) -> dict[str, Tensor]:
     """Return the tokens that M2PO keeps (arXiv 2510.01161, Algorithm 1), chosen among those of the micro-batch."""
     log_ratio = (batch.logps - batch.behavior_logps).detach()
     moves_on = batch.mask & (batch.advantages.view(len(batch.mask), -1) * log_ratio > 0)

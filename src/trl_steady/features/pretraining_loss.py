@@ -12,7 +12,6 @@ from trl_steady.config.ppo import PPOConfig
 from trl_steady.core.devices import copy_async
 from trl_steady.core.feature import Feature
 from trl_steady.core.types import LossPass
-from trl_steady.features.critic.trainer import PPOTrainerProtocol
 from trl_steady.trl_bridge import models
 
 
@@ -26,7 +25,6 @@ class PretrainingLoss(Feature):
     Source: InstructGPT (arXiv 2203.02155), equation 2.
     """
 
-    trainer: PPOTrainerProtocol
     args: PPOConfig
 
     def on_init_end(self) -> None:

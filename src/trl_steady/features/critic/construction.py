@@ -8,18 +8,19 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from trl_steady.config.ppo import PPOConfig
+from trl_steady.core.feature import Trainer
 from trl_steady.features.critic.model import ScalarHeadModel, build_adapter_model, build_whole_model, load_adapter
-from trl_steady.features.critic.trainer import PPOTrainerProtocol
 
 
-def build_critic(trainer: PPOTrainerProtocol, args: PPOConfig) -> ScalarHeadModel:
+def build_critic(trainer: Trainer, args: PPOConfig) -> ScalarHeadModel:
     """Return the critic that the options ask for: an adapter if the policy has one, otherwise a model of its own.
 
     Raises:
         ValueError: Options do not go together, or not with the policy.
     """
     unwrap = trainer.accelerator.unwrap_model
-    policy, reward_model, init = unwrap(trainer.model), trainer.reward_model, args.value_init
+    policy, init = unwrap(trainer.model), args.value_init
+    reward_model: ScalarHeadModel | None = trainer.reward_model
     if isinstance(policy, PeftModel):
         is_trained = reward_model is not None and not reward_model.is_fresh
         _refuse_contradictions(trainer, init, "value_peft_config", "value_model", "trained RewardAdapter", is_trained)
@@ -50,7 +51,7 @@ def build_critic(trainer: PPOTrainerProtocol, args: PPOConfig) -> ScalarHeadMode
 
 
 def _refuse_contradictions(
-    trainer: PPOTrainerProtocol, init: str, option: str, idle_option: str, start: str, has_start: bool
+    trainer: Trainer, init: str, option: str, idle_option: str, start: str, has_start: bool
 ) -> None:
     """Raise a ValueError if the critic's start is said twice, or is missing, or an argument has no effect.
 

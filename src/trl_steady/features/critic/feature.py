@@ -18,7 +18,6 @@ from trl_steady.features.critic.model import ScalarHeadModel
 from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
 from trl_steady.features.critic.scalar_head import ScalarHeadFeature
 from trl_steady.features.critic.targets import critic_targets
-from trl_steady.features.critic.trainer import PPOTrainerProtocol
 from trl_steady.functional import values
 from trl_steady.losses import LOSSES
 from trl_steady.trl_bridge.loss import trl_token_weights
@@ -34,7 +33,6 @@ class Critic(ScalarHeadFeature):
     FILE = TensorFile("critic.safetensors", "critic")
     FOLDER = VALUE_ADAPTER
     counts_all_sequences = True
-    trainer: PPOTrainerProtocol
     args: PPOConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     kl_coef: float
     """The coefficient of the KL in the reward, which adapts with `kl_target`."""

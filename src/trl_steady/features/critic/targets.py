@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from trl_steady.config.ppo import PPOConfig
+from trl_steady.core.feature import Trainer
 from trl_steady.core.types import Rollout
-from trl_steady.features.critic.trainer import PPOTrainerProtocol
 from trl_steady.features.step_rewards.feature import StepRewardsFeature
 from trl_steady.functional import advantages, values
 from trl_steady.trl_bridge.models import text_tokenizer
@@ -30,7 +30,7 @@ class TokenRewards(NamedTuple):
 
 
 def critic_targets(
-    trainer: PPOTrainerProtocol,
+    trainer: Trainer,
     args: PPOConfig,
     rollout: Rollout,
     old_values: Tensor,
@@ -90,7 +90,7 @@ def critic_targets(
     return columns, kl_moments
 
 
-def rewards_with_kl(trainer: PPOTrainerProtocol, args: PPOConfig, rollout: Rollout, kl_coef: float) -> TokenRewards:
+def rewards_with_kl(trainer: Trainer, args: PPOConfig, rollout: Rollout, kl_coef: float) -> TokenRewards:
     """Return the reward of each action token: scores of steps, penalty and KL. Every process must call this function.
 
     The KL in the reward is that of InstructGPT (arXiv 2203.02155, section 3.5).
@@ -113,7 +113,7 @@ def rewards_with_kl(trainer: PPOTrainerProtocol, args: PPOConfig, rollout: Rollo
     return TokenRewards(rewards, kl, counts, is_scored, is_truncated)
 
 
-def _is_truncated(trainer: PPOTrainerProtocol, samples: Mapping[str, Tensor]) -> Tensor:
+def _is_truncated(trainer: Trainer, samples: Mapping[str, Tensor]) -> Tensor:
     """Return (B, 1) bool, True for a completion that does not end as a model ends its text."""
     lengths = samples["completion_mask"].sum(1, keepdim=True)
     last = samples["completion_ids"].gather(1, (lengths - 1).clamp(min=0))
@@ -121,7 +121,7 @@ def _is_truncated(trainer: PPOTrainerProtocol, samples: Mapping[str, Tensor]) ->
     return ~torch.isin(last, ends) & (lengths > 0)
 
 
-def _moments(trainer: PPOTrainerProtocol, *masked_values: tuple[Tensor, Tensor]) -> Tensor:
+def _moments(trainer: Trainer, *masked_values: tuple[Tensor, Tensor]) -> Tensor:
     """Return (n, 3) moments of n values under their masks: number, sum and sum of squares over all processes."""
     exact = torch.float64 if masked_values[0][0].device.type in ("cpu", "cuda") else torch.float32
     moments = torch.stack([values.moments(each.to(exact), mask) for each, mask in masked_values])

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -21,11 +21,6 @@ from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.models import text_tokenizer
 
 _FORMULAS = {"process": advantages.process, "return_to_go": advantages.return_to_go}
-
-
-class _Trainer(Trainer, Protocol):
-    scale_rewards: str
-    multi_objective_aggregation: str
 
 
 class _Returned(NamedTuple):
@@ -50,10 +45,9 @@ class StepRewardsFeature(Feature):
     critic reads the steps from here. RLOO has one advantage per sequence, and refuses steps.
     """
 
-    trainer: _Trainer
     args: SharedOptions
 
-    def __init__(self, trainer: _Trainer, args: SharedOptions) -> None:
+    def __init__(self, trainer: Trainer, args: SharedOptions) -> None:
         super().__init__(trainer, args)
         self._steps: dict[tuple[int, int], StepRewards] = {}  # until all reward functions have returned
         self._returned = _NOTHING
