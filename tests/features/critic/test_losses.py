@@ -13,8 +13,8 @@ from tests.features.critic import tools as critics
 from tests.features.critic.tools import KINDS, Samples, Twin, build, critic_parameters, policy_parameters, snapshot
 from tests.tools import tiny
 from tests.tools.headroom import within
+from trl_steady.features.critic.construction import build_adapter_model
 from trl_steady.features.critic.feature import Critic
-from trl_steady.features.critic.model import build_adapter_model
 
 TOKEN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 

@@ -15,7 +15,7 @@ from tests.features.critic.tools import KINDS, Samples, Twin, build, critic_para
 from tests.tools import tiny
 from tests.tools.headroom import within
 from trl_steady.features.critic import optimizer as learner
-from trl_steady.features.critic.model import build_whole_model
+from trl_steady.features.critic.construction import build_whole_model
 
 STEPS = {"optim": "sgd", "max_steps": 2}  # whose updates are proportional to gradients
 BUDGET = {"token_budget": 30, "share_prompts": True}

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -62,32 +63,28 @@ class Critic(ScalarHeadFeature):
 
     def _refuse_setups(self) -> None:
         trainer, args = self.trainer, self.args
-        is_zero, warmup = trainer.is_deepspeed_enabled, args.value_warmup_steps
-        plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
         is_adapter = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
-        recomputes_replayed = args.gradient_checkpointing and args.router_replay and (is_adapter or args.ptx_coef)
-        unsharded = "DDP (accelerate launch --multi_gpu), FSDP2 with adapters (peft_config)"
-        sharded = f"{unsharded}, or ZeRO-2"
-        for is_wrong, setting, instead in (
-            # DeepSpeed updates the policy in every step
-            (is_zero and warmup, f"value_warmup_steps={warmup} and DeepSpeed", f"{unsharded}, or no warm-up"),
-            (is_zero and getattr(args.deepspeed_plugin, "zero_stage", None) == 3, "ZeRO-3", sharded),
-            (plugin and not is_adapter, "FSDP without adapters", sharded),
-            (plugin and getattr(plugin, "fsdp_version", 1) == 1, "FSDP version 1", sharded),
-            # both would recompute layers of the critic or of ptx_dataset as the policy's: with its adapter or routes
-            (
-                getattr(plugin, "activation_checkpointing", False),
-                "activation_checkpointing in fsdp_config",
-                "gradient_checkpointing=True",
-            ),
-            (
-                recomputes_replayed,
-                f"router_replay={args.router_replay!r} and gradient_checkpointing=True",
-                "one of the two",
-            ),
-        ):
-            if is_wrong:
-                raise ValueError(f"PPOTrainer cannot train its critic with {setting}. Use {instead}.")
+        works = "DDP (accelerate launch --multi_gpu), FSDP2 with adapters (peft_config)"
+        if trainer.is_deepspeed_enabled:
+            if args.value_warmup_steps:  # DeepSpeed updates the policy in every step
+                raise _untrainable(
+                    f"value_warmup_steps={args.value_warmup_steps} and DeepSpeed", f"{works}, or no warm-up"
+                )
+            if getattr(args.deepspeed_plugin, "zero_stage", None) == 3:
+                raise _untrainable("ZeRO-3", f"{works}, or ZeRO-2")
+        if trainer.is_fsdp_enabled:
+            plugin = trainer.accelerator.state.fsdp_plugin
+            if not is_adapter:
+                raise _untrainable("FSDP without adapters", f"{works}, or ZeRO-2")
+            if getattr(plugin, "fsdp_version", 1) == 1:
+                raise _untrainable("FSDP version 1", f"{works}, or ZeRO-2")
+            # it would recompute the critic's layers with the policy's adapter
+            if getattr(plugin, "activation_checkpointing", False):
+                raise _untrainable("activation_checkpointing in fsdp_config", "gradient_checkpointing=True")
+        # layers of the critic or of ptx_dataset would be recomputed with the policy's routes
+        if args.router_replay and args.gradient_checkpointing and (is_adapter or args.ptx_coef):
+            setting = f"router_replay={args.router_replay!r} and gradient_checkpointing=True"
+            raise _untrainable(setting, "one of the two")
 
     @functools.cached_property
     def optimizer(self) -> ScalarHeadOptimizer:
@@ -101,7 +98,9 @@ class Critic(ScalarHeadFeature):
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Let TRL compute the log-probs that the KL in the reward needs. Switching adapters changes no trained one."""
-        log_probs = with_reference_log_probs(self.trainer) if self.args.kl_coef else contextlib.nullcontext()
+        log_probs: AbstractContextManager[None] = contextlib.nullcontext()
+        if self.args.kl_coef:
+            log_probs = with_reference_log_probs(self.trainer)
         with keep_parameters(self.trainer.model), log_probs:
             return call_next(rollout)
 
@@ -123,13 +122,13 @@ class Critic(ScalarHeadFeature):
 
     def _rollout_values(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
         """Return the values (B, T) of a rollout's tokens and, with `bootstrap_truncated`, those (B,) after them."""
-        samples, size = rollout.samples, self.batch_size
+        samples = rollout.samples
         with torch.no_grad():
             if not self.args.bootstrap_truncated:
-                return self.trainer.values(self.critic, samples, rollout, size), None
+                return self.trainer.values(self.critic, samples, rollout, self.batch_size), None
             lengths = samples["completion_mask"].sum(1, keepdim=True)
             longer = {**samples, **_append_token(samples, lengths)}
-            all_values = self.trainer.values(self.critic, longer, rollout, size)
+            all_values = self.trainer.values(self.critic, longer, rollout, self.batch_size)
             return all_values[:, :-1], all_values.gather(1, lengths).squeeze(1)
 
     # a micro-batch
@@ -139,7 +138,9 @@ class Critic(ScalarHeadFeature):
         # before the policy's pass, whose routes are replayed until backward ends
         critic_loss = self._loss(loss.inputs)
         policy_loss = call_next(loss)
-        return critic_loss + (0.0 * policy_loss if self.is_warming_up else policy_loss)
+        if self.is_warming_up:
+            policy_loss = 0.0 * policy_loss
+        return critic_loss + policy_loss
 
     @property
     def is_warming_up(self) -> bool:
@@ -148,8 +149,10 @@ class Critic(ScalarHeadFeature):
 
     def _loss(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the critic's loss of a micro-batch."""
-        trainer, clip = self.trainer, self.args.cliprange_value
-        new_values, all_tokens = trainer.values(self.critic, inputs), loss_mask(inputs)
+        trainer = self.trainer
+        clip = self.args.cliprange_value
+        new_values = trainer.values(self.critic, inputs)
+        all_tokens = loss_mask(inputs)
         mask = all_tokens & ~inputs["returns"].isnan()
         token_losses = values.value_loss(
             new_values, inputs["values"], inputs["returns"].where(mask, 0), cliprange=clip
@@ -196,8 +199,10 @@ class Critic(ScalarHeadFeature):
         group = self.trainer.optimizer.param_groups[0]
         if self.args.value_learning_rate is None:
             return group["lr"]
-        first = group.get("initial_lr", self.args.learning_rate)
-        return self.args.value_learning_rate * (group["lr"] / first if first else 1.0)
+        initial = group.get("initial_lr", self.args.learning_rate)
+        if not initial:
+            return self.args.value_learning_rate
+        return self.args.value_learning_rate * (group["lr"] / initial)
 
     def on_train_end(self, best: Path | None) -> None:
         """Stop learning, and load the critic that belongs to the best policy."""
@@ -221,6 +226,10 @@ class Critic(ScalarHeadFeature):
         self.optimizer.load_state_dict(state)
         if self.args.kl_target is not None:
             self.kl_coef = metadata["kl_coef"]
+
+
+def _untrainable(setting: str, instead: str) -> ValueError:
+    return ValueError(f"PPOTrainer cannot train its critic with {setting}. Use {instead}.")
 
 
 def _append_token(samples: Mapping[str, Any], lengths: Tensor) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """The optimizer of a model with a scalar head, apart from the policy's."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,11 +30,20 @@ class ScalarHeadOptimizer:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        self._model, self._trainer, self._max_grad_norm = model, trainer, trainer.args.max_grad_norm
+        self._model = model
+        self._trainer = trainer
+        self._max_grad_norm = trainer.args.max_grad_norm
         self._parameters = model.parameters
+        matrices: list[torch.nn.Parameter] = []
+        vectors: list[torch.nn.Parameter] = []
+        for parameter in self._parameters:
+            if parameter.dim() > 1:
+                matrices.append(parameter)
+            else:
+                vectors.append(parameter)
         groups: list[dict[str, Any]] = [
-            {"params": [each for each in self._parameters if (each.dim() > 1) == is_matrix], "weight_decay": decay}
-            for is_matrix, decay in ((True, weight_decay), (False, 0.0))
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         self.adamw = AdamW(groups, betas=betas, eps=eps, fused=True)  # fused needs no copies of all parameters
 
@@ -54,16 +63,22 @@ class ScalarHeadOptimizer:
         if self._trainer.accelerator.num_processes > 1:
             self._average_gradients()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = models.whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+        norm = None
+        if gradients:
+            norm = models.whole(torch.nn.utils.get_total_norm(gradients))
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        named = ((name, own.grad) for name, own in self._model.named_parameters() if own.grad is not None)
-        if norm is not None and self._trainer.feature(NonfiniteSteps).admits(owner, norm, named):
+        if norm is not None and self._trainer.feature(NonfiniteSteps).admits(owner, norm, self._named_gradients()):
             if self._max_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
             self.adamw.step()
         self.adamw.zero_grad()
         return norm
+
+    def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                yield name, parameter.grad
 
     def _average_gradients(self) -> None:
         for parameter in self._parameters:
@@ -75,11 +90,11 @@ class ScalarHeadOptimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the optimizer's state by the names of parameters, whole and on the CPU."""
-        return {
-            f"{name}.{key}": models.whole(value).to("cpu", copy=True)
-            for name, parameter in self._model.named_parameters()
-            for key, value in self.adamw.state.get(parameter, {}).items()
-        }
+        state: dict[str, Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            for key, value in self.adamw.state.get(parameter, {}).items():
+                state[f"{name}.{key}"] = models.whole(value).to("cpu", copy=True)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
@@ -88,5 +103,7 @@ class ScalarHeadOptimizer:
         for entry, value in state.items():
             name, _, key = entry.rpartition(".")
             parameter = parameters[name]
-            copied = value.to(parameter.device, copy=True)
-            self.adamw.state[parameter][key] = copied if key == "step" else models.like(parameter, copied)
+            restored = value.to(parameter.device, copy=True)
+            if key != "step":
+                restored = models.like(parameter, restored)
+            self.adamw.state[parameter][key] = restored

@@ -1,7 +1,8 @@
 """The base of the critic and the reward model: a feature with a model that has a scalar head."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -14,6 +15,7 @@ from trl_steady.core.feature import Feature
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.features.adapters.saved import refuse_other_settings
 from trl_steady.features.critic.model import ScalarHeadModel
+from trl_steady.features.critic.saved import model_settings, save_pretrained, state_from_policy
 from trl_steady.trl_bridge.models import save_without
 
 
@@ -29,8 +31,9 @@ class ScalarHeadFeature(Feature):
     @property
     def batch_size(self) -> int:
         """Number of sequences that go through the model together in a rollout."""
-        is_training = self.trainer.model.training
-        return self.args.per_device_train_batch_size if is_training else self.args.per_device_eval_batch_size
+        if self.trainer.model.training:
+            return self.args.per_device_train_batch_size
+        return self.args.per_device_eval_batch_size
 
     def adopt(self, model: ScalarHeadModel) -> None:
         """Take a model, the same on all processes, that neither the policy's optimizer nor DDP trains."""
@@ -45,21 +48,23 @@ class ScalarHeadFeature(Feature):
         model = self.model
         if model is None:
             return call_next(folder)
-        shared = model.backbone if isinstance(model.backbone, PeftModel) else None
-        without_model = contextlib.nullcontext({}) if shared is None else save_without(shared, self.FOLDER)
+        without_model: AbstractContextManager[Mapping[str, Tensor]] = contextlib.nullcontext({})
+        if isinstance(model.backbone, PeftModel):
+            without_model = save_without(model.backbone, self.FOLDER)
         with without_model as policy_state:
             call_next(folder)
         if folder is not None and self.args.should_save:
-            # under FSDP, this one process cannot gather shards
-            state = model.state_from_policy(policy_state) if self.trainer.is_fsdp_enabled else None
-            model.save_pretrained(folder / self.FOLDER, state)
+            state = None
+            if self.trainer.is_fsdp_enabled:  # this one process cannot gather shards
+                state = state_from_policy(model, policy_state)
+            save_pretrained(model, folder / self.FOLDER, state)
 
     def save_state(self, checkpoint: Path) -> None:
         """Save the model."""
         if self.model is None:
             return
         if self.args.should_save:
-            self.FILE.save(checkpoint, self.model.state(), adapter=self.model.settings)
+            self.FILE.save(checkpoint, self.model.state(), adapter=model_settings(self.model))
         elif self.trainer.is_fsdp_enabled:  # all processes gather shards
             self.model.state()
 
@@ -71,7 +76,8 @@ class ScalarHeadFeature(Feature):
     def _restore(self, model: ScalarHeadModel, checkpoint: Path) -> None:
         tensors, metadata = self.FILE.load(checkpoint)
         model.load(tensors, str(checkpoint / self.FILE.name))
-        refuse_other_settings(metadata.get("adapter", model.settings), model.settings, checkpoint / self.FILE.name)
+        settings = model_settings(model)
+        refuse_other_settings(metadata.get("adapter", settings), settings, checkpoint / self.FILE.name)
 
     def on_train_end(self, best: Path | None) -> None:
         """Load the model that belongs to the best policy."""

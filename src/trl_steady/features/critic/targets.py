@@ -1,5 +1,6 @@
 """Values, returns and advantages of a rollout. Read `critic_targets` first."""
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple, cast
 
@@ -56,17 +57,21 @@ def critic_targets(
     old_values = old_values.float().where(mask, 0)
     tokens = rewards_with_kl(trainer, args, rollout, kl_coef)
     # after a completion that has ended there is no further reward
-    bootstrap = None if after is None else after.float().where(tokens.is_truncated.squeeze(1), 0)
-    value_lam = args.lam if args.value_lam is None else args.value_lam  # of the critic's targets
-    policy_advantages, critic_advantages = (
-        advantages.gae(tokens.rewards, old_values, mask, gamma=args.gamma, lam=lam, bootstrap=bootstrap)
-        for lam in (args.lam, value_lam)
-    )
+    bootstrap = None
+    if after is not None:
+        bootstrap = after.float().where(tokens.is_truncated.squeeze(1), 0)
+    gae = functools.partial(advantages.gae, tokens.rewards, old_values, mask, gamma=args.gamma, bootstrap=bootstrap)
+    policy_advantages = gae(lam=args.lam)
+    critic_advantages = gae(lam=args.lam if args.value_lam is None else args.value_lam)
     returns = critic_advantages + old_values
-    kl_per_completion, has_tokens = tokens.kl.sum(1, keepdim=True), mask.any(1, keepdim=True)
-    by_token = [(each, tokens.counts) for each in (policy_advantages, returns, critic_advantages)]
+    kl_per_completion = tokens.kl.sum(1, keepdim=True)
+    has_tokens = mask.any(1, keepdim=True)
     advantage_moments, return_moments, critic_moments, kl_moments = _moments(
-        trainer, *by_token, (kl_per_completion, has_tokens)
+        trainer,
+        (policy_advantages, tokens.counts),
+        (returns, tokens.counts),
+        (critic_advantages, tokens.counts),
+        (kl_per_completion, has_tokens),
     )
     if args.whiten_advantages:
         policy_advantages = values.whitened(policy_advantages, tokens.counts, advantage_moments)
@@ -97,7 +102,8 @@ def rewards_with_kl(trainer: Trainer, args: PPOConfig, rollout: Rollout, kl_coef
     """
     samples, mask = rollout.samples, rollout.is_sampled
     table = trainer.feature(StepRewardsFeature).own_steps(mask)
-    is_scored, is_truncated = table.is_rewarded.unsqueeze(1), _is_truncated(trainer, samples)
+    is_scored = table.is_rewarded.unsqueeze(1)
+    is_truncated = _is_truncated(trainer, samples)
     counts = mask & is_scored
     rewards = values.at_ends(table.rewards.float(), table.ends, mask)
     if args.missing_eos_penalty is not None:
@@ -123,6 +129,7 @@ def _is_truncated(trainer: Trainer, samples: Mapping[str, Tensor]) -> Tensor:
 
 def _moments(trainer: Trainer, *masked_values: tuple[Tensor, Tensor]) -> Tensor:
     """Return (n, 3) moments of n values under their masks: number, sum and sum of squares over all processes."""
-    exact = torch.float64 if masked_values[0][0].device.type in ("cpu", "cuda") else torch.float32
-    moments = torch.stack([values.moments(each.to(exact), mask) for each, mask in masked_values])
+    device = masked_values[0][0].device
+    dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    moments = torch.stack([values.moments(summands.to(dtype), mask) for summands, mask in masked_values])
     return cast(Tensor, trainer.accelerator.reduce(moments, reduction="sum"))

@@ -11,7 +11,9 @@ from peft import PeftModel
 
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.core.types import Rollout
-from trl_steady.features.critic.model import ScalarHeadModel, build_adapter_model, build_whole_model, load_adapter
+from trl_steady.features.critic.construction import build_adapter_model, build_whole_model
+from trl_steady.features.critic.model import ScalarHeadModel
+from trl_steady.features.critic.saved import load_adapter
 from trl_steady.features.critic.scalar_head import ScalarHeadFeature
 from trl_steady.features.reward_model.labelling import RolloutCompletions
 from trl_steady.features.reward_model.reward_function import RewardAdapter, Rewards
