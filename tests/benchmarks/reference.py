@@ -27,7 +27,7 @@ sys.path += [str(Path(__file__).parents[2])]
 from tests.benchmarks import measuring
 from tests.benchmarks.seam import rollouts
 
-from trl_steady.features.reference.tensors import move, paired
+from trl_steady.features.reference.tensors import paired, refresh
 
 
 class Variant(NamedTuple):
@@ -66,9 +66,9 @@ def variants(folder: Path, options: argparse.Namespace) -> dict[str, Variant]:
     whole = size(theirs.ref_model.parameters())
     return {
         "full, TRL": Variant(theirs, lambda: sync(theirs.model, theirs.ref_model, 1.0), whole),
-        "full, ours": Variant(ours, lambda: move(full, 1.0), size(pair.reference for pair in full)),
+        "full, ours": Variant(ours, lambda: refresh(full, 1.0), size(pair.reference for pair in full)),
         "LoRA, TRL (frozen: the base)": Variant(frozen, lambda: None, 0),
-        "LoRA, ours": Variant(adapter, lambda: move(small, 1.0), size(pair.reference for pair in small)),
+        "LoRA, ours": Variant(adapter, lambda: refresh(small, 1.0), size(pair.reference for pair in small)),
     }
 
 

@@ -16,7 +16,7 @@ from trl.trainer.utils import add_fused_lm_head, use_adapter
 from tests.distributed import processes
 from tests.tools import resumable, tiny
 from trl_steady.features.reference.adapter import add_reference_adapter
-from trl_steady.features.reference.tensors import Pair, gather, move, paired, restore
+from trl_steady.features.reference.tensors import Pair, gather, paired, refresh, restore
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
 from trl_steady.trl_bridge.models import keep_parameters
@@ -53,8 +53,8 @@ def shard(model: Any, dtype: torch.dtype | None = None) -> Any:
     return model
 
 
-def check_moves(rank: int) -> None:
-    """A move needs no communication, and the reference alone is gathered. It is the same in eval mode."""
+def check_refreshes(rank: int) -> None:
+    """A refresh needs no communication, and the reference alone is gathered. It is the same in eval mode."""
     plain = with_adapters().train()
     sharded = shard(copy.deepcopy(plain))
 
@@ -71,9 +71,9 @@ def check_moves(rank: int) -> None:
         assert torch.equal(logits(sharded), logits(plain))
         of_shards = pairs()
         with CommDebugMode() as moving:
-            move(of_shards, alpha)
+            refresh(of_shards, alpha)
         assert moving.get_total_counts() == 0
-        move(paired(plain), alpha)
+        refresh(paired(plain), alpha)
         with CommDebugMode() as gathering:
             found = gather(of_shards, keep=rank == 0)
         assert gathering.get_total_counts() == len(of_shards)
@@ -82,7 +82,7 @@ def check_moves(rank: int) -> None:
         for pair in (*paired(plain), *of_shards):
             pair.policy.data.mul_(1.5)
     saved = gather(pairs())
-    move(pairs(), 1.0)
+    refresh(pairs(), 1.0)
     assert not torch.equal(logits(sharded), logits(plain))
     with pytest.raises(ValueError, match="differ in name or shape"):
         restore(pairs(), {name: tensor[:-1] for name, tensor in saved.items()})
@@ -91,8 +91,8 @@ def check_moves(rank: int) -> None:
     assert all(module.training for module in sharded.modules())
 
 
-def test_shards_move_as_whole_tensors_do_and_only_saving_gathers_the_reference(tmp_path: Path) -> None:
-    processes.run(check_moves, tmp_path)
+def test_shards_refresh_as_whole_tensors_do_and_only_saving_gathers_the_reference(tmp_path: Path) -> None:
+    processes.run(check_refreshes, tmp_path)
 
 
 def check_mixed_precision(rank: int) -> None:

@@ -73,7 +73,7 @@ def fixed(kind: str, model: Path, output: Path, *, objective: str, refresh: Any 
         retrained.append(resumable.of_reward_model(feature)["weights"])
 
     feature.adapter.compute_rewards = noted_rewards
-    trainer.feature(Reference).callback.before_move[:] = [noted_refresh]
+    trainer.feature(Reference).callback.before_refresh[:] = [noted_refresh]
     trainer.train()
     return {
         "processes": (state.num_processes, state.backend),

@@ -14,7 +14,7 @@ from tests.gpu.recorder import Figures
 from tests.tools import tiny
 from tests.tools import wide as wide_model
 from trl_steady.features.reference.feature import Reference
-from trl_steady.features.reference.tensors import move
+from trl_steady.features.reference.tensors import refresh
 
 
 @everywhere(slow=True)
@@ -34,7 +34,7 @@ def test_the_base_stays_and_the_reference_moves(
     assert [step for step, _, _ in trainer.reference_refreshes] == list(range(4, options["max_steps"], 4))
     pairs = trainer.feature(Reference).callback.pairs()
     assert any(not torch.equal(pair.policy, pair.reference) for pair in pairs)  # it trained after the last refresh
-    took = [seconds(lambda: move(pairs, 1.0)) for _ in range(6)]
+    took = [seconds(lambda: refresh(pairs, 1.0)) for _ in range(6)]
     assert all(torch.equal(pair.policy, pair.reference) for pair in pairs)
     figures("seconds of a refresh, median of five", statistics.median(took[1:]), "s")
     figures("bytes of the reference", sum(pair.reference.nbytes for pair in pairs), "bytes")

@@ -66,7 +66,7 @@ MOVING = resumable.OPTIONS
 REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
     ("trl", 12, MOVING, r"holds no reference.safetensors.*begin a new run"),
     ("model only", 3, MOVING, r"holds no reference.safetensors.*save_only_model=False"),
-    ("moving", 12, FROZEN, r"checkpoint-12 holds a moving reference .*Set sync_ref_model=True"),
+    ("moving", 12, FROZEN, r"checkpoint-12 holds a refreshed reference .*Set sync_ref_model=True"),
     ("trl", 3, FROZEN, r"checkpoint-3 was taken inside a generation window and has no .*4 micro-batches"),
     ("moving", 9, {**MOVING, "num_iterations": 4}, r"began with\s+num_iterations=2; this .*_iterations=4"),
 ]

@@ -29,9 +29,9 @@ class PretrainingLoss(Feature):
 
     def on_init_end(self) -> None:
         """Refuse a dataset that is missing or would be ignored."""
-        dataset, coef = self.trainer.ptx_dataset, self.args.ptx_coef
         self._examples: list[Tensor] = []  # token ids that the optimizer step has not used yet
-        if (dataset is None) != (coef == 0):
+        coef = self.args.ptx_coef
+        if (self.trainer.ptx_dataset is None) != (coef == 0):
             raise ValueError(
                 f"ptx_coef={coef} and ptx_dataset need each other. Give both (InstructGPT uses 27.8), or neither."
             )
@@ -42,8 +42,9 @@ class PretrainingLoss(Feature):
         if dataset is None:
             return
         self._examples = [self._token_ids(dataset[index]) for index in self._indices(dataset)]
-        tokens = float(sum(max(len(ids) - 1, 0) for ids in self._examples))
-        total = trainer.accelerator.reduce(torch.full((), tokens, device=trainer.accelerator.device), reduction="sum")
+        predicted = float(sum(max(len(ids) - 1, 0) for ids in self._examples))
+        own_count = torch.full((), predicted, device=trainer.accelerator.device)
+        total = trainer.accelerator.reduce(own_count, reduction="sum")
         self._token_count = cast(Tensor, total).clamp(min=1)
 
     def _indices(self, dataset: Dataset) -> Iterable[int]:
@@ -78,13 +79,17 @@ class PretrainingLoss(Feature):
         return coef * pretraining_loss + call_next(loss)
 
     def _loss(self, model: torch.nn.Module, count: int) -> Tensor:
-        trainer, device = self.trainer, self.trainer.accelerator.device
-        examples, self._examples = self._examples[:count], self._examples[count:]
+        trainer = self.trainer
+        device = trainer.accelerator.device
+        examples = self._examples[:count]
+        self._examples = self._examples[count:]
+        masks = [torch.ones_like(tokens) for tokens in examples]
         ids = copy_async(pad_sequence(examples, batch_first=True), device)
-        mask = copy_async(pad_sequence([torch.ones_like(tokens) for tokens in examples], batch_first=True), device)
+        mask = copy_async(pad_sequence(masks, batch_first=True), device)
         labels = ids.masked_fill(mask == 0, -100)
         outputs = model(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=self._token_count)
         total = outputs.loss.detach() * self._token_count
-        trainer.metrics.pooled(sums={"ptx_loss": torch.stack([total, mask[:, 1:].sum().to(total.dtype)])})
+        count_in_batch = mask[:, 1:].sum().to(total.dtype)
+        trainer.metrics.pooled(sums={"ptx_loss": torch.stack([total, count_in_batch])})
         # gradients are averaged over processes, and the loss is a mean over the tokens of all
         return outputs.loss * trainer.accelerator.num_processes

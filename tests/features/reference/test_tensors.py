@@ -1,4 +1,4 @@
-"""Moving, gathering and restoring tensors, on numbers worked by hand."""
+"""Refreshing, gathering and restoring tensors, on numbers worked by hand."""
 
 import itertools
 
@@ -6,25 +6,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trl_steady.features.reference.tensors import Pair, gather, move, paired, restore
+from trl_steady.features.reference.tensors import Pair, gather, paired, refresh, restore
 
 
-def test_a_hard_move_copies_what_a_mix_would_spoil() -> None:
+def test_a_hard_refresh_copies_what_a_mix_would_spoil() -> None:
     """0 * inf is nan: a diverged reference could never be left behind by mixing."""
     values = torch.tensor([1.0, 1e-45]), torch.tensor([float("inf"), float("nan")])
-    moved = Pair("weight", *map(nn.Parameter, values))
-    move([moved], 1.0)
-    assert torch.equal(moved.reference, moved.policy)
+    pair = Pair("weight", *map(nn.Parameter, values))
+    refresh([pair], 1.0)
+    assert torch.equal(pair.reference, pair.policy)
 
 
 def test_the_reference_takes_the_policys_dtype() -> None:
     """A cast after its creation: TRL makes the policy's adapter bf16, a user may make it float32 again."""
     for policy, reference in itertools.permutations((torch.float32, torch.bfloat16)):
-        moved = Pair(
+        pair = Pair(
             "weight", nn.Parameter(torch.tensor([1.001], dtype=policy)), nn.Parameter(torch.zeros(1).to(reference))
         )
-        move([moved], 1.0)
-        assert moved.reference.dtype == policy and torch.equal(moved.reference, moved.policy)
+        refresh([pair], 1.0)
+        assert pair.reference.dtype == policy and torch.equal(pair.reference, pair.policy)
 
 
 class Normalised(nn.Module):
@@ -43,7 +43,7 @@ def test_a_model_is_its_parameters_and_buffers() -> None:
         *("linear.weight", "linear.bias", "norm.weight", "norm.bias"),
         *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
     }
-    move(pairs, 0.5)
+    refresh(pairs, 0.5)
     assert torch.equal(reference.norm.running_mean, policy.norm.running_mean)
     assert reference.norm.num_batches_tracked == 1
     assert not torch.equal(reference.linear.weight, policy.linear.weight)

@@ -24,7 +24,7 @@ from trl_steady.features.reward_model.feature import RewardModel
 
 # each moment, and where the resumed run goes on
 KILLS: list[tuple[tuple[str, str, int], int]] = [
-    (("tests.move", "step 8.", 1), 6),  # between the retraining and the move
+    (("tests.refresh", "step 8.", 1), 6),  # between the retraining and the refresh
     (("tests.update", "retraining 2.", 2), 15),  # between two updates of the reward model
 ]
 

@@ -47,7 +47,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> list[tuple[str, Any]
     """What happens in a run, in order, with copies of the tensors."""
     seen: list[tuple[str, Any]] = []
     adapter = trainer.feature(RewardModel).adapter
-    for owner, name in ((loop, "fit"), (reference, "move"), (adapter, "compute_rewards")):
+    for owner, name in ((loop, "fit"), (reference, "refresh"), (adapter, "compute_rewards")):
         own = getattr(owner, name)
 
         def spy(*arguments: Any, own: Any = own, name: str = name, **options: Any) -> Any:
@@ -64,15 +64,15 @@ def watch(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> list[tuple[str, Any]
 def test_the_order_is_algorithm_1s_and_each_part_changes_only_its_own(
     kind: str, model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Score, ... , train the reward model, move the reference, score with the new one."""
+    """Score, ... , train the reward model, refresh the reference, score with the new one."""
     trainer = refreshed(kind, model_of(kind), tmp_path)
-    rewarding.stir(trainer)  # scores of 0 would teach the policy nothing before the first move
+    rewarding.stir(trainer)  # scores of 0 would teach the policy nothing before the first refresh
     seen = watch(monkeypatch, trainer)
     tiny.train(trainer)
-    assert [name for name, _ in seen] == [*["compute_rewards", "fit", "move"] * 2, "compute_rewards"]
+    assert [name for name, _ in seen] == [*["compute_rewards", "fit", "refresh"] * 2, "compute_rewards"]
     for name, (before, after, _) in seen:
         changes = {whose for whose in before if not critics.same(before[whose], after[whose])}
-        assert changes == {"compute_rewards": set(), "fit": {"reward"}, "move": {"reference"}}[name], name
+        assert changes == {"compute_rewards": set(), "fit": {"reward"}, "refresh": {"reference"}}[name], name
     for (_, (_, trained, _)), (_, (scoring, _, _)) in zip(seen[1::3], seen[3::3], strict=True):
         assert critics.same(trained["reward"], scoring["reward"])  # and training the policy in between leaves it
         pairs = zip(scoring["policy"].values(), scoring["reference"].values(), strict=True)

@@ -90,7 +90,7 @@ class Handed(RewardAdapter):
 
 
 def retrain(trainer: Any, objective: str, **changes: Any) -> None:
-    """Retrain the reward model, which begins with scores that differ. Auditors hear of each update and each move."""
+    """Retrain the reward model, which begins with scores that differ. Auditors hear of updates and refreshes."""
     stir(trainer)
     options: dict[str, Any] = {
         "learning_rate": 1e-2,
@@ -104,14 +104,14 @@ def retrain(trainer: Any, objective: str, **changes: Any) -> None:
     trainer.add_callback(callback)
     tell = lambda *_: sys.audit("tests.update", f"of retraining {len(callback.refreshes) + 1}.")
     callback.optimizer.adamw.register_step_post_hook(tell)
-    moving = trainer.feature(Reference).callback
-    moving.before_move.append(lambda step: sys.audit("tests.move", f"move after step {step}."))
+    reference = trainer.feature(Reference).callback
+    reference.before_refresh.append(lambda step: sys.audit("tests.refresh", f"refresh after step {step}."))
 
 
 def resumable_options(kind: str, *, changes: Any = None, retrained: bool = True, **options: Any) -> dict[str, Any]:
     """Options of a run as in tests/tools/resumable.py, with another reward. `changes` are those of the callback.
 
-    A window is 4 steps. The reward model is retrained after steps 8 and 16, each time before the reference moves.
+    A window is 4 steps. The reward model is retrained after steps 8 and 16, before the reference is refreshed.
     """
     of_callback = {"objective": OBJECTIVES[kind], **(changes or {})}
     data = {"train_dataset": tiny.dataset(6), "reward_funcs": Handed(of_callback["objective"])}

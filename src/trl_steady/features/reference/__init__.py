@@ -1,1 +1,1 @@
-"""The KL reference, which is an adapter or a full copy of the model: its tensors, its moves, saving and restoring."""
+"""The KL reference, an adapter or a full copy of the model: its tensors, refreshes, saving and restoring."""

@@ -6,11 +6,11 @@ import torch
 from peft import PeftModel
 
 from trl_steady.features.adapters.base_model import BaseModel
-from trl_steady.features.reference.tensors import move, paired
+from trl_steady.features.reference.tensors import paired, refresh
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, keep_base, keep_parameters
 
-_MOVABLE = ("LORA", "LOHA", "LOKR", "IA3")
+_REFRESHABLE = ("LORA", "LOHA", "LOKR", "IA3")
 
 
 def add_reference_adapter(model: PeftModel) -> None:
@@ -19,7 +19,7 @@ def add_reference_adapter(model: PeftModel) -> None:
     Nothing else in the model changes. If TRL has already made an adapter `ref` from a loaded adapter, it is kept and
     gets the policy's dtype.
     """
-    refuse_unmovable(model)
+    refuse_unsupported_adapters(model)
     if REFERENCE_ADAPTER not in model.peft_config:
         config = copy.deepcopy(model.peft_config[POLICY_ADAPTER])
         # keep the random state, so that rollouts are the same as without a reference adapter
@@ -29,7 +29,7 @@ def add_reference_adapter(model: PeftModel) -> None:
     pairs = paired(model)
     for pair in pairs:
         pair.reference.requires_grad_(False)
-    move(pairs, alpha=1)
+    refresh(pairs, alpha=1)
 
 
 def end_dropout(model: PeftModel) -> None:
@@ -48,16 +48,16 @@ def refuse_several(model: PeftModel) -> None:
         )
 
 
-def refuse_unmovable(model: PeftModel) -> None:
+def refuse_unsupported_adapters(model: PeftModel) -> None:
     """Raise a ValueError on adapters whose copy could not follow the policy."""
     refuse_several(model)
     config = model.peft_config[POLICY_ADAPTER]
     changing = [option for option in ("kasa_config", "layer_replication") if getattr(config, option, None) is not None]
     # AdaLoRA changes its ranks while it trains, and prompts are not adapters of the weights
-    if config.peft_type not in _MOVABLE or changing:
+    if config.peft_type not in _REFRESHABLE or changing:
         raise ValueError(
             f"{changing or config.peft_type} in peft_config cannot follow the policy as a reference. Use one of "
-            f"{', '.join(_MOVABLE)} without it, full fine-tuning, or sync_ref_model=False."
+            f"{', '.join(_REFRESHABLE)} without it, full fine-tuning, or sync_ref_model=False."
         )
     if trained := BaseModel(model).trained:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Move the KL reference while TRL trains, log each move, and save the reference in checkpoints."""
+"""Refresh the KL reference while TRL trains, log each refresh, and save the reference in checkpoints."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.features.reference.adapter import add_reference_adapter
-from trl_steady.features.reference.tensors import Pair, gather, move, paired, restore
+from trl_steady.features.reference.tensors import Pair, gather, paired, refresh, restore
 from trl_steady.trl_bridge import refuse_unsupported, trl_state
 from trl_steady.trl_bridge.models import random_setting
 from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
@@ -21,25 +21,26 @@ FILE = TensorFile("reference.safetensors", "reference")
 
 
 class Refresh(NamedTuple):
-    """One move of the reference."""
+    """One refresh of the reference."""
 
     step: int
-    """Optimizer steps taken before the move."""
+    """Optimizer steps taken before the refresh."""
     kl: float | None
-    """KL of the last update before the move, in nats per token as TRL logs it, or None if it was not measured."""
+    """KL of the last update before the refresh, in nats per token as TRL logs it, or None if it was not measured."""
     rule: str
     """The rule that fired first: `"steps"` or `"kl"`."""
 
 
 class ReferenceRefreshCallback(TrainerCallback):
-    """Move the KL reference of `trl.GRPOTrainer` or `trl.RLOOTrainer` to the policy, with or without PEFT.
+    """Refresh the KL reference of `trl.GRPOTrainer` or `trl.RLOOTrainer` from the policy, with or without PEFT.
 
     Use it with TRL's own trainers: `trainer.add_callback(ReferenceRefreshCallback(trainer, steps=400))`.
     trl-steady's trainers create their own callback if `sync_ref_model=True`.
 
-    After a rule has fired, the reference moves before the next optimizer step that begins with a generation, so that
-    no rollout mixes two references. With `alpha=1` this is Algorithm 1 of DeepSeekMath (arXiv 2402.03300). With PEFT
-    the reference is an adapter `ref` on the policy's own model. The callback creates it, equal to the current policy.
+    After a rule has fired, the callback refreshes the reference before the next optimizer step that begins with a
+    generation, so that no rollout mixes two references. With `alpha=1` this is Algorithm 1 of DeepSeekMath (arXiv
+    2402.03300). With PEFT the reference is an adapter `ref` on the policy's own model. The callback creates it, equal
+    to the current policy.
 
     Every step logs `ref/refreshes`, the number of refreshes so far. The step after a refresh also logs
     `ref/refresh_step`, `ref/refresh_kl` and `ref/refresh_by_kl` (1 or 0).
@@ -57,7 +58,7 @@ class ReferenceRefreshCallback(TrainerCallback):
             schedule goes on. PPO's critic has an optimizer of its own.
 
     Raises:
-        ValueError: the trainer has no reference, or its reference cannot be moved. The message says what to do.
+        ValueError: The trainer has no reference, or its reference cannot be refreshed. The message says what to do.
     """
 
     def __init__(
@@ -70,15 +71,18 @@ class ReferenceRefreshCallback(TrainerCallback):
         reset_optimizer: bool = False,
     ) -> None:
         refuse_unsupported((*type(trainer).__mro__, type(self)))
-        self.steps, self.alpha, self.kl_limit, self.reset_optimizer = steps, alpha, kl, reset_optimizer
+        self.steps = steps
+        self.alpha = alpha
+        self.kl_limit = kl
+        self.reset_optimizer = reset_optimizer
         self.trainer: Any = trainer
         is_noisy = kl is not None and isinstance(trainer, FeatureTrainerMixin) and random_setting(trainer.model)
         self.metric = "ref/kl" if is_noisy else "kl"
         """Name of the metric that `kl` limits. Our trainers measure another one if dropout makes TRL's noisy."""
         self.refreshes: list[Refresh] = []
-        self.before_move: list[Callable[[int], None]] = []
-        """Called before each move with the number of optimizer steps taken, on every process."""
-        # the rule that asks for a move, and the KL of the last update
+        self.before_refresh: list[Callable[[int], None]] = []
+        """Called before each refresh with the number of optimizer steps taken, on every process."""
+        # the rule that asks for a refresh, and the KL of the last update
         self._due: str | None = None
         self._kl: float | None = None
         self._seen = 0
@@ -94,15 +98,17 @@ class ReferenceRefreshCallback(TrainerCallback):
     def pairs(self) -> list[Pair]:
         """Return the current pairs of policy and reference tensors. Wrapping and sharding the model replaces them."""
         unwrap = partial(self.trainer.accelerator.unwrap_model, keep_torch_compile=False)
-        reference = self.trainer.ref_model
-        return paired(unwrap(self.trainer.model), None if reference is None else unwrap(reference))
+        policy = unwrap(self.trainer.model)
+        if self.trainer.ref_model is None:
+            return paired(policy)
+        return paired(policy, unwrap(self.trainer.ref_model))
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
-        """Move the reference if a refresh is due and the next step begins with a generation."""
+        """Refresh the reference if a rule has fired and the next step begins with a generation."""
         if self._due and trl_state.is_before_generation(self.trainer):
-            for act in self.before_move:
-                act(state.global_step)
-            move(self.pairs(), self.alpha)
+            for prepare in self.before_refresh:
+                prepare(state.global_step)
+            refresh(self.pairs(), self.alpha)
             if self.reset_optimizer:
                 self.trainer.optimizer.state.clear()
             trl_state.set_metric(self.trainer, "ref/refresh_step", state.global_step)
@@ -138,8 +144,9 @@ class ReferenceRefreshCallback(TrainerCallback):
         """Restore what `save` wrote, or raise a ValueError. Every process must call it."""
         tensors, counters = FILE.load(folder)
         restore(self.pairs(), tensors)
-        self.refreshes = [Refresh(*refresh) for refresh in counters["refreshes"]]
-        self._due, self._kl = counters["due"], counters["kl"]
+        self.refreshes = list(map(Refresh._make, counters["refreshes"]))
+        self._due = counters["due"]
+        self._kl = counters["kl"]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: object, **_: object) -> None:
         """Add the reference to TRL's checkpoint."""
@@ -160,16 +167,18 @@ def _refuse(callback: ReferenceRefreshCallback) -> None:
     trainer = callback.trainer
     name, args = type(callback).__name__, trainer.args
     if trainer.beta == 0.0 and not getattr(trainer, "kl_coef", 0.0):
-        raise ValueError(f"beta=0.0 leaves {name} nothing to move: there is no reference. Set beta above 0.")
+        raise ValueError(f"{name} has no effect with beta=0.0, because there is no reference. Set beta above 0.")
     has_other = any(isinstance(other, ReferenceRefreshCallback) for other in trainer.callback_handler.callbacks)
     if isinstance(trainer, FeatureTrainerMixin) != args.sync_ref_model or has_other:
         raise ValueError(
-            f"two callbacks would move the reference, or none: sync_ref_model={args.sync_ref_model} on "
+            f"two callbacks would refresh the reference, or none: sync_ref_model={args.sync_ref_model} on "
             f"{type(trainer).__module__}. With trl-steady's trainers set sync_ref_model=True and add no {name}. With "
             "TRL's trainers set sync_ref_model=False and add one."
         )
     steps, alpha, kl = callback.steps, callback.alpha, callback.kl_limit
-    if (steps is not None and steps < 1) or (kl is not None and kl <= 0) or not 0 < alpha <= 1:
+    is_wrong_steps = steps is not None and steps < 1
+    is_wrong_kl = kl is not None and kl <= 0
+    if is_wrong_steps or is_wrong_kl or not 0 < alpha <= 1:
         raise ValueError(
             f"steps={steps}, alpha={alpha} or kl={kl} cannot work. Set them above 0, and alpha at most 1."
         )

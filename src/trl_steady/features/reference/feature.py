@@ -1,4 +1,4 @@
-"""The KL reference that moves: it is created, saved, restored and kept out of what is saved as the policy."""
+"""The KL reference and its refreshes: it is created, saved, restored and kept out of what is saved as the policy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,12 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature
 from trl_steady.core.types import Construction, ForwardPass, LogProbs, Rollout
 from trl_steady.features.adapters.base_model import BaseModel
-from trl_steady.features.reference.adapter import add_reference_adapter, end_dropout, refuse_several, refuse_unmovable
+from trl_steady.features.reference.adapter import (
+    add_reference_adapter,
+    end_dropout,
+    refuse_several,
+    refuse_unsupported_adapters,
+)
 from trl_steady.features.reference.callback import FILE, ReferenceRefreshCallback, Refresh
 from trl_steady.functional import kl
 from trl_steady.trl_bridge.log_probs import policy_log_probs
@@ -26,11 +31,11 @@ from trl_steady.trl_bridge.models import (
 
 
 class Reference(Feature):
-    """Moves the KL reference with `sync_ref_model`, also with PEFT, on quantised bases and across resumes."""
+    """Refreshes the KL reference with `sync_ref_model`, also with PEFT, on quantised bases and across resumes."""
 
     args: SharedOptions
     callback: ReferenceRefreshCallback | None = None
-    """Moves the reference; None if it does not move."""
+    """Refreshes the reference; None if it stays as it is."""
     _is_ours = False
     """True if the reference is ours, and stays out of what is saved as the policy."""
     _logps: Tensor
@@ -39,18 +44,21 @@ class Reference(Feature):
     @property
     def refreshes(self) -> list[Refresh]:
         """The refreshes of the reference so far, including those before a resume."""
-        return self.callback.refreshes if self.callback else []
+        if self.callback is None:
+            return []
+        return self.callback.refreshes
 
     def around_init(self, construction: Construction, call_next: Callable[[Construction], None]) -> None:
         """Refuse adapters that cannot be followed, and hide `sync_ref_model` from TRL's constructor.
 
         TRL refuses it with PEFT, and adds a callback of its own without PEFT.
         """
-        model, config = construction.model, None
+        model = construction.model
+        config = None
         if isinstance(model, PeftModel):
             config = model.peft_config.get(POLICY_ADAPTER)
             if self.args.sync_ref_model:
-                refuse_unmovable(model)
+                refuse_unsupported_adapters(model)
             if self.args.has_reference:
                 refuse_several(model)  # TRL would copy one of several adapters, and let that one alone act
                 drop_adapter(model, REFERENCE_ADAPTER)  # the reference of a new run is the policy at its start
@@ -102,7 +110,7 @@ class Reference(Feature):
         return log_probs
 
     def on_rollout_end(self, rollout: Rollout) -> None:
-        """Measure the KL that moves the reference, if dropout makes the logged KL noisy."""
+        """Measure the KL that `ref_model_sync_kl` limits, if dropout makes the logged KL noisy."""
         trainer = self.trainer
         if self.callback and self.callback.metric != "kl" and trainer.model.training:
             values = kl.k3(policy_log_probs(trainer, rollout), self._logps)
@@ -122,11 +130,11 @@ class Reference(Feature):
             self.callback.save(checkpoint)
 
     def load_state(self, checkpoint: Path) -> None:
-        """Load the reference and its counters, or raise a ValueError if it has moved and would not move on."""
+        """Load the reference and its counters, or raise a ValueError if this run would drop its refreshes."""
         if self.callback:
             self.callback.load(checkpoint)
         elif (checkpoint / FILE.name).is_file():
             raise ValueError(
-                f"{checkpoint} holds a moving reference ({FILE.name}), and sync_ref_model=False would go back to the "
-                "initial one. Set sync_ref_model=True as in the run that wrote it."
+                f"{checkpoint} holds a refreshed reference ({FILE.name}), and sync_ref_model=False would go back to "
+                "the initial one. Set sync_ref_model=True as in the run that wrote it."
             )

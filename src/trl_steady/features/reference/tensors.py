@@ -1,7 +1,7 @@
-"""Pair the tensors of policy and reference, and move, gather and restore those of the reference.
+"""Pair the tensors of policy and reference, and refresh, gather and restore those of the reference.
 
 An adapter and a full copy have the same form here, a list of `Pair`. Tensors may be plain, sharded by FSDP2
-(`DTensor`) or partitioned by DeepSpeed ZeRO-3. A move never gathers a DTensor.
+(`DTensor`) or partitioned by DeepSpeed ZeRO-3. A refresh never gathers a DTensor.
 """
 
 import itertools
@@ -32,21 +32,32 @@ def paired(policy: torch.nn.Module, reference: torch.nn.Module | None = None) ->
     Without `reference`, pair those of the adapters `default` and `ref` in one PEFT model. An adapter's name is a whole
     component of a tensor's name, in the middle (`lora_A.default.weight`) or at the end (`lora_embedding_A.default`).
     """
-    ours = _tensors(policy)
-    theirs = ours if reference is None else _tensors(reference)
     if reference is None:
-        ours = {name: tensor for name, tensor in ours.items() if POLICY_ADAPTER in name.split(".")}
-        theirs = {
-            ".".join(POLICY_ADAPTER if part == REFERENCE_ADAPTER else part for part in name.split(".")): tensor
-            for name, tensor in theirs.items()
-            if REFERENCE_ADAPTER in name.split(".")
-        }
-    if ours.keys() != theirs.keys() or not ours:
+        policy_tensors, reference_tensors = _adapter_tensors(policy)
+    else:
+        policy_tensors, reference_tensors = _tensors(policy), _tensors(reference)
+    if policy_tensors.keys() != reference_tensors.keys() or not policy_tensors:
         raise ValueError(
-            f"policy and reference do not have the same tensors ({len(ours)} and {len(theirs)}). Use LoRA, or full "
-            "fine-tuning."
+            f"policy and reference do not have the same tensors ({len(policy_tensors)} and {len(reference_tensors)}). "
+            "Use LoRA, or full fine-tuning."
         )
-    return [Pair(name, tensor, theirs[name]) for name, tensor in ours.items()]
+    return [Pair(name, tensor, reference_tensors[name]) for name, tensor in policy_tensors.items()]
+
+
+def _adapter_tensors(model: torch.nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of the adapters `default` and `ref`, both by the name in the first."""
+    policy: dict[str, Tensor] = {}
+    reference: dict[str, Tensor] = {}
+    for name, tensor in _tensors(model).items():
+        parts = name.split(".")
+        if POLICY_ADAPTER in parts:
+            policy[name] = tensor
+        if REFERENCE_ADAPTER in parts:
+            for i, part in enumerate(parts):
+                if part == REFERENCE_ADAPTER:
+                    parts[i] = POLICY_ADAPTER
+            reference[".".join(parts)] = tensor
+    return policy, reference
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -55,7 +66,7 @@ def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def move(pairs: Iterable[Pair], alpha: float) -> None:
+def refresh(pairs: Iterable[Pair], alpha: float) -> None:
     """Set each parameter of the reference to `alpha` * policy + (1 - `alpha`) * reference.
 
     Source: TR-DPO, arXiv 2404.09656, section 3. With `alpha=1` the reference is a copy of the policy. Buffers are
@@ -66,7 +77,8 @@ def move(pairs: Iterable[Pair], alpha: float) -> None:
         with _whole((policy, reference), write=True):
             if reference.dtype != policy.dtype and not _is_sharded(reference):
                 reference.data = reference.data.to(policy.dtype)
-            source, target = _local(policy), _local(reference)
+            source = _local(policy)
+            target = _local(reference)
             if alpha == 1 or not isinstance(policy, torch.nn.Parameter):
                 target.copy_(source)
             else:
@@ -92,7 +104,7 @@ def gather(pairs: Iterable[Pair], *, keep: bool = True) -> dict[str, Tensor]:
 def restore(pairs: Sequence[Pair], tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors that `gather` returned back into the reference. Every process must call it."""
     # a ZeRO-3 partition's own shape is (0,)
-    expected = {name: getattr(reference, "ds_shape", reference.shape) for name, _, reference in pairs}
+    expected = {pair.name: getattr(pair.reference, "ds_shape", pair.reference.shape) for pair in pairs}
     refuse_other_shapes(tensors, expected, "the saved reference")
     for name, _, reference in pairs:
         with _whole((reference,), write=True):

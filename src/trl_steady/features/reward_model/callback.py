@@ -1,14 +1,17 @@
-"""Retrain the reward model before each move of the reference: the outer loop of DeepSeekMath's Algorithm 1."""
+"""Retrain the reward model before each refresh of the reference: the outer loop of DeepSeekMath's Algorithm 1."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 from transformers import TrainerCallback
 
 from trl_steady.core.feature import Trainer, warn_user
+from trl_steady.core.processes import own_rows
 from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
 from trl_steady.features.reference.feature import Reference
 from trl_steady.features.reward_model.examples import (
@@ -20,10 +23,10 @@ from trl_steady.features.reward_model.examples import (
     prompt_key,
 )
 from trl_steady.features.reward_model.feature import STATE_FILE, RewardModel, RewardRefresh
-from trl_steady.features.reward_model.labelling import RolloutCompletions, get_verdicts, label_steps
+from trl_steady.features.reward_model.labelling import RolloutCompletions, get_verdicts, label_steps, verdict_masks
 from trl_steady.features.reward_model.training import fit, measure
 from trl_steady.trl_bridge import refuse_unsupported
-from trl_steady.trl_bridge.rollout import forget_logs, generate_outside_training
+from trl_steady.trl_bridge.rollout import forget_logs, generate_outside_training, group_size
 from trl_steady.trl_bridge.trl_state import set_metric
 
 _HELD_OUT = 0.1  # share of an iteration's prompts that measure the reward model and never train it
@@ -31,7 +34,7 @@ _OBJECTIVES = {"pairs": "outcome", "pointwise": "outcome", "steps": "steps"}
 
 
 class RewardModelRefreshCallback(TrainerCallback):
-    """Retrain a `RewardAdapter` on the policy's own completions, each time before the reference moves.
+    """Retrain a `RewardAdapter` on the policy's own completions, before each refresh of the reference.
 
     This is the other half of Algorithm 1 of DeepSeekMath (arXiv 2402.03300, section 4.1.4). At the end of an outer
     iteration the policy's completions become a training set, with 10 % of historical data. The reward model is trained
@@ -80,34 +83,36 @@ class RewardModelRefreshCallback(TrainerCallback):
         accept: Literal["always", "held_out_not_worse"] = "always",
     ) -> None:
         refuse_unsupported((*type(trainer).__mro__, type(self)))
-        feature, moving = trainer.feature(RewardModel), trainer.feature(Reference).callback
-        if feature.model is None or feature.refresher or moving is None:
+        feature = trainer.feature(RewardModel)
+        reference = trainer.feature(Reference).callback
+        if feature.model is None or feature.refresher or reference is None:
             raise ValueError(
-                f"{type(self).__name__} retrains a RewardAdapter before each move of the reference. Make one for a "
+                f"{type(self).__name__} retrains a RewardAdapter before each refresh of the reference. Make one for a "
                 "trainer of trl-steady that has a RewardAdapter in reward_funcs, sync_ref_model=True, "
                 "ref_model_sync_steps, and beta (or PPO's kl_coef) above 0."
             )
-        for is_right, option, value, expected in (
-            (
-                feature.adapter.head == _OBJECTIVES.get(objective),
-                "objective",
-                objective,
-                "'pairs' or 'pointwise', or, with RewardAdapter(head='steps'), 'steps'",
-            ),
-            (accept in ("always", "held_out_not_worse"), "accept", accept, "'always' or 'held_out_not_worse'"),
-            (0 <= replay_fraction < 1, "replay_fraction", replay_fraction, "a value at least 0 and below 1"),
-            (learning_rate > 0, "learning_rate", learning_rate, "a value above 0"),
-            (epochs >= 1, "epochs", epochs, "1 or more"),
-            (continuations >= 1, "continuations", continuations, "1 or more"),
-            (history >= 1, "history", history, "1 or more"),
-            (not trainer.args.fp16, "fp16", True, "False: the reward model trains without a loss scale. Use bf16"),
-        ):
-            if not is_right:
-                raise ValueError(f"{option}={value!r} does not work here. Set it to {expected}.")
+        if feature.adapter.head != _OBJECTIVES.get(objective):
+            expected = "'pairs' or 'pointwise', or, with RewardAdapter(head='steps'), 'steps'"
+            raise _unsuitable("objective", objective, expected)
+        if accept not in ("always", "held_out_not_worse"):
+            raise _unsuitable("accept", accept, "'always' or 'held_out_not_worse'")
+        if not 0 <= replay_fraction < 1:
+            raise _unsuitable("replay_fraction", replay_fraction, "a value at least 0 and below 1")
+        if not learning_rate > 0:
+            raise _unsuitable("learning_rate", learning_rate, "a value above 0")
+        for option, value in (("epochs", epochs), ("continuations", continuations), ("history", history)):
+            if value < 1:
+                raise _unsuitable(option, value, "1 or more")
+        if trainer.args.fp16:
+            raise _unsuitable("fp16", True, "False: the reward model trains without a loss scale. Use bf16")
         self.trainer: Trainer = trainer
-        self.label_fn, self.objective = label_fn, objective
-        self.replay_fraction, self.learning_rate, self.epochs = replay_fraction, learning_rate, epochs
-        self.continuations, self.accept = continuations, accept
+        self.label_fn = label_fn
+        self.objective = objective
+        self.replay_fraction = replay_fraction
+        self.learning_rate = learning_rate
+        self.epochs = epochs
+        self.continuations = continuations
+        self.accept = accept
         self.refreshes: list[RewardRefresh] = []
         self.history = History(history)
         self.optimizer = ScalarHeadOptimizer(feature.model, trainer)
@@ -115,7 +120,7 @@ class RewardModelRefreshCallback(TrainerCallback):
         self._rollouts = 0
         self._model, self._scorer = feature.model, feature.scorer
         feature.refresher = self
-        moving.before_move.append(self.refresh)
+        reference.before_refresh.append(self.refresh)
 
     # a rollout
 
@@ -123,32 +128,32 @@ class RewardModelRefreshCallback(TrainerCallback):
         """Label this process's completions of a rollout. Keep them until the refresh if the policy trains on them."""
         trainer = self.trainer
         verdicts = get_verdicts(self.label_fn, completions.prompts, completions.completions, completions.columns)
-        right = torch.tensor([float(verdict is True) for verdict in verdicts])
-        is_known = torch.tensor([verdict is not None for verdict in verdicts])
+        is_right, is_known = verdict_masks(verdicts)
+        right = is_right.float()
         trainer.metrics.pooled(means={"reward_model/true": (right, is_known)})
         if not trainer.model.training:
             return
         labels = right.unsqueeze(1).tolist()
         if self.objective == "steps":
             labels = label_steps(trainer, self.label_fn, completions, verdicts, self.continuations)
-        first = trainer.accelerator.process_index * len(verdicts)
+        first = own_rows(trainer.accelerator, len(verdicts)).start
         for i, verdict in enumerate(verdicts):
             if verdict is None:
                 continue
-            # NaN: no verdict on a step
-            pairs = zip(completions.ends[i], labels[i], strict=True)
-            steps = [(end, label) for end, label in pairs if label == label]
-            self._completions.append(
-                LabelledCompletion(
-                    rollout=self._rollouts,
-                    index=first + i,
-                    group=(first + i) // trainer.num_generations,
-                    prompt=torch.tensor(completions.prompt_ids[i], dtype=torch.int32),
-                    completion=torch.tensor(completions.completion_ids[i], dtype=torch.int32),
-                    ends=[end for end, _ in steps],
-                    labels=[label for _, label in steps],
-                )
+            item = LabelledCompletion(
+                rollout=self._rollouts,
+                index=first + i,
+                group=(first + i) // group_size(trainer),
+                prompt=torch.tensor(completions.prompt_ids[i], dtype=torch.int32),
+                completion=torch.tensor(completions.completion_ids[i], dtype=torch.int32),
+                ends=[],
+                labels=[],
             )
+            for end, label in zip(completions.ends[i], labels[i], strict=True):
+                if not math.isnan(label):  # NaN: no verdict on a step
+                    item.ends.append(end)
+                    item.labels.append(label)
+            self._completions.append(item)
         self._rollouts += 1
 
     # an outer iteration
@@ -163,11 +168,15 @@ class RewardModelRefreshCallback(TrainerCallback):
         """
         trainer, args = self.trainer, self.trainer.args
         trainer.model.train()
-        inputs = [dict(row) for row in rows for _ in range(trainer.num_generations)]
-        total, count = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
-        for start in range(0, len(inputs) - total + 1, total):
-            first = start + trainer.accelerator.process_index * count
-            generate_outside_training(trainer, inputs[first : first + count])
+        inputs: list[dict[str, Any]] = []
+        for row in rows:
+            for _ in range(trainer.num_generations):
+                inputs.append(dict(row))
+        size = args.generation_batch_size
+        own = own_rows(trainer.accelerator, size // trainer.accelerator.num_processes)
+        for start in range(0, len(inputs) - size + 1, size):
+            rollout_inputs = inputs[start : start + size]
+            generate_outside_training(trainer, rollout_inputs[own])
         forget_logs(trainer)  # these rollouts are not of training
         self.refresh(0)
 
@@ -180,33 +189,37 @@ class RewardModelRefreshCallback(TrainerCallback):
         generator = torch.Generator().manual_seed(self.trainer.args.seed * 1_000_003 + len(self.refreshes))
         completions = self._gather_completions()
         self._completions = []
-        train, out = hold_out(completions, _HELD_OUT, generator)
-        fresh, out = (make_examples(each, self.objective, generator) for each in (train, out))
+        trained_on, measured_on = hold_out(completions, _HELD_OUT, generator)
+        fresh = make_examples(trained_on, self.objective, generator)
+        held_out = make_examples(measured_on, self.objective, generator)
         count = round(self.replay_fraction / (1 - self.replay_fraction) * len(fresh))
-        replayed = self.history.draw(count, generator, without=set(map(prompt_key, out)))
-        sets = {"fresh": fresh, "replayed": replayed, "held_out": out}
+        replayed = self.history.draw(count, generator, without=set(map(prompt_key, held_out)))
+        sets = {"fresh": fresh, "replayed": replayed, "held_out": held_out}
         if not fresh:
             warn_user(
                 f"the reward model was not retrained before step {step + 1}: the {len(completions)} completions of "
                 f"this iteration give no example with objective={self.objective!r}. Pairs need a right and a wrong "
                 "completion of one prompt."
             )
-        if self.accept != "always" and not out:
+        if self.accept != "always" and not held_out:
             warn_user(
                 f"accept={self.accept!r} has nothing to compare: this iteration has no held-out example, and the new "
                 "reward model is kept. Use rollouts with more prompts between refreshes."
             )
-        # a new one scores all completions with 0, and knows nothing
-        old = None if self._model.is_fresh else self._log_accuracy("old", sets)
-        weights, optimizer = {}, {}
-        if self.accept != "always":  # copies: on the CPU, `state` returns the parameters themselves
-            weights = {name: tensor.clone() for name, tensor in self._model.state().items()}
-            optimizer = self.optimizer.state_dict()
+        old = None
+        if not self._model.is_fresh:  # a new one scores all completions with 0, and knows nothing
+            old = self._log_accuracy("old", sets)
+        old_weights: dict[str, Tensor] = {}
+        old_optimizer: dict[str, Tensor] = {}
+        if self.accept != "always":
+            for name, tensor in self._model.state().items():
+                old_weights[name] = tensor.clone()  # on the CPU, `state` returns the parameters themselves
+            old_optimizer = self.optimizer.state_dict()
         if fresh:
             fit(
                 self._scorer,
                 self.optimizer,
-                [*fresh, *replayed],
+                fresh + replayed,
                 epochs=self.epochs,
                 learning_rate=self.learning_rate,
                 generator=generator,
@@ -214,25 +227,28 @@ class RewardModelRefreshCallback(TrainerCallback):
         new = self._log_accuracy("new", sets)
         is_refused = self.accept != "always" and old is not None and new is not None and new < old
         if is_refused:
-            self._model.load(weights, "the reward model")
-            self.optimizer.load_state_dict(optimizer)
+            self._model.load(old_weights, "the reward model")
+            self.optimizer.load_state_dict(old_optimizer)
         self.history.add(fresh, generator)
         self.refreshes.append(RewardRefresh(step, len(fresh), len(replayed), not is_refused, old, new))
-        counts = {"samples": len(fresh), "replayed": len(replayed), "refreshes": len(self.refreshes)}
-        for name, value in {**counts, "accepted": not is_refused}.items():
-            set_metric(self.trainer, f"reward_model/{name}", float(value))
+        set_metric(self.trainer, "reward_model/samples", float(len(fresh)))
+        set_metric(self.trainer, "reward_model/replayed", float(len(replayed)))
+        set_metric(self.trainer, "reward_model/refreshes", float(len(self.refreshes)))
+        set_metric(self.trainer, "reward_model/accepted", float(not is_refused))
 
     def _gather_completions(self) -> list[LabelledCompletion]:
         """Return the completions of all processes, in the order of one process."""
-        return sorted(gather_object(self._completions), key=lambda each: (each.rollout, each.index))
+        return sorted(gather_object(self._completions), key=lambda item: (item.rollout, item.index))
 
     def _log_accuracy(self, which: str, sets: Mapping[str, Sequence[Example]]) -> float | None:
         """Measure the reward model on each set for the log, and return the accuracy on held-out examples."""
-        figures = {name: measure(self._scorer, examples) for name, examples in sets.items()}
-        for name, measured in figures.items():
-            for figure, value in measured.items():
+        accuracies: dict[str, float | None] = {}
+        for name, examples in sets.items():
+            figures = measure(self._scorer, examples)
+            for figure, value in figures.items():
                 set_metric(self.trainer, f"reward_model/{which}/{name}/{figure}", value)
-        return figures["held_out"].get("accuracy")
+            accuracies[name] = figures.get("accuracy")
+        return accuracies["held_out"]
 
     # checkpoints
 
@@ -241,9 +257,9 @@ class RewardModelRefreshCallback(TrainerCallback):
         completions = self._gather_completions()
         if self.trainer.args.should_save:
             state = {
-                "answers": [tuple(each) for each in completions],  # the name in files
+                "answers": list(map(tuple, completions)),  # the name in files
                 "rollouts": self._rollouts,
-                "refreshes": [tuple(refresh) for refresh in self.refreshes],
+                "refreshes": list(map(tuple, self.refreshes)),
                 "objective": self.objective,
                 "history": self.history.state(),
                 "optimizer": self.optimizer.state_dict(),
@@ -254,15 +270,20 @@ class RewardModelRefreshCallback(TrainerCallback):
         """Restore what `save` has added, or raise a ValueError if its history is of another objective or size."""
         accelerator = self.trainer.accelerator
         state: dict[str, Any] = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
-        found, expected = (state["objective"], state["history"]["size"]), (self.objective, self.history.size)
-        if found != expected:
+        saved = (state["objective"], state["history"]["size"])
+        expected = (self.objective, self.history.size)
+        if saved != expected:
             raise ValueError(
-                f"{folder} has (objective, history)={found!r}, and this run has {expected!r}. Set the options of "
+                f"{folder} has (objective, history)={saved!r}, and this run has {expected!r}. Set the options of "
                 f"{type(self).__name__} to the same values, or begin a new run from its model."
             )
-        completions = [LabelledCompletion(*each) for each in state["answers"]]
+        completions = list(map(LabelledCompletion._make, state["answers"]))
         self._completions = completions[accelerator.process_index :: accelerator.num_processes]
         self._rollouts = state["rollouts"]
-        self.refreshes = [RewardRefresh(*refresh) for refresh in state["refreshes"]]
+        self.refreshes = list(map(RewardRefresh._make, state["refreshes"]))
         self.optimizer.load_state_dict(state["optimizer"])
         self.history.load(state["history"])
+
+
+def _unsuitable(option: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"{option}={value!r} does not work here. Set it to {expected}.")

@@ -4,7 +4,7 @@
 # a named tuple's `index` is a field
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -53,19 +53,25 @@ def make_examples(
     `"pairs"` pairs right and wrong completions of a group at random, each at most once. The other objectives give one
     example for a completion.
     """
-    if objective != "pairs":
-        return [
-            Example(each.prompt, [each.completion], [each.ends], each.labels) for each in completions if each.labels
-        ]
     examples: list[Example] = []
-    for _, iterator in groupby(completions, key=lambda each: (each.rollout, each.group)):
-        group = list(iterator)
-        right, wrong = (
-            _shuffle([each for each in group if each.labels == [label]], generator) for label in (1.0, 0.0)
-        )
+    if objective != "pairs":
+        for item in completions:
+            if item.labels:
+                examples.append(Example(item.prompt, [item.completion], [item.ends], item.labels))
+        return examples
+    groups: dict[tuple[int, int], list[LabelledCompletion]] = {}
+    for item in completions:
+        groups.setdefault((item.rollout, item.group), []).append(item)
+    for group in groups.values():
+        right = _shuffle(_labelled(group, 1.0), generator)
+        wrong = _shuffle(_labelled(group, 0.0), generator)
         for good, bad in zip(right, wrong, strict=False):
             examples.append(Example(good.prompt, [good.completion, bad.completion], [good.ends, bad.ends], [1.0]))
     return examples
+
+
+def _labelled(completions: Sequence[LabelledCompletion], label: float) -> list[LabelledCompletion]:
+    return [item for item in completions if item.labels == [label]]
 
 
 def hold_out(
@@ -77,10 +83,18 @@ def hold_out(
     held out.
     """
     prompts = list(dict.fromkeys(map(prompt_key, completions)))
-    count = max(1, round(share * len(prompts))) if len(prompts) > 1 else 0
+    count = 0
+    if len(prompts) > 1:
+        count = max(1, round(share * len(prompts)))
     chosen = set(_shuffle(prompts, generator)[:count])
-    rest, out = ([each for each in completions if (prompt_key(each) in chosen) == is_out] for is_out in (False, True))
-    return rest, out
+    rest: list[LabelledCompletion] = []
+    held_out: list[LabelledCompletion] = []
+    for item in completions:
+        if prompt_key(item) in chosen:
+            held_out.append(item)
+        else:
+            rest.append(item)
+    return rest, held_out
 
 
 def prompt_key(item: LabelledCompletion | Example) -> tuple[int, ...]:
@@ -125,21 +139,32 @@ class History:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds. All tokens are one tensor, because files of many tensors are slow."""
-        pieces = [piece for example in self._examples for piece in (example.prompt, *example.completions)]
+        pieces: list[Tensor] = []
+        ends: list[list[list[int]]] = []
+        labels: list[list[float]] = []
+        for example in self._examples:
+            pieces.append(example.prompt)
+            pieces.extend(example.completions)
+            ends.append(example.ends)
+            labels.append(example.labels)
+        tokens = torch.zeros(0, dtype=torch.int32)
+        if pieces:
+            tokens = torch.cat(pieces)
         return {
             "size": self.size,
             "seen": self.seen,
-            "tokens": torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int32),
-            "lengths": [len(piece) for piece in pieces],
-            "ends": [example.ends for example in self._examples],
-            "labels": [example.labels for example in self._examples],
+            "tokens": tokens,
+            "lengths": list(map(len, pieces)),
+            "ends": ends,
+            "labels": labels,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         pieces = iter(state["tokens"].split(state["lengths"]))
         self.seen = state["seen"]
-        self._examples = [
-            Example(next(pieces), [next(pieces) for _ in ends], ends, labels)
-            for ends, labels in zip(state["ends"], state["labels"], strict=True)
-        ]
+        self._examples = []
+        for ends, labels in zip(state["ends"], state["labels"], strict=True):
+            prompt = next(pieces)
+            completions = list(islice(pieces, len(ends)))
+            self._examples.append(Example(prompt, completions, ends, labels))

@@ -95,9 +95,12 @@ class RewardModel(ScalarHeadFeature):
     def _build(self) -> ScalarHeadModel:
         """Return a new reward model, without dropout, as in TRL's `RewardTrainer`."""
         policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        source, config = self.adapter.source, self.adapter.peft_config
+        source = self.adapter.source
+        config = self.adapter.peft_config
         if isinstance(policy, PeftModel):
-            saved = None if source is None else load_adapter(source)
+            saved = None
+            if source is not None:
+                saved = load_adapter(source)
             return build_adapter_model(policy, config, REWARD_ADAPTER, saved=saved, has_dropout=False)
         if config is not None:
             raise ValueError("RewardAdapter has a peft_config, and the policy has none. Give both one, or neither.")
@@ -120,13 +123,16 @@ class RewardModel(ScalarHeadFeature):
         columns: Mapping[str, Any],
     ) -> Rewards:
         """Return what the reward model returns as a reward function of TRL."""
-        # examples with text alone have None or []
-        images = (image for name in ("image", "images") for image in columns.get(name) or [])
-        if any(image not in (None, []) for image in images):
-            raise ValueError("RewardAdapter reads text only, and the dataset has images. Use another reward function.")
+        for name in ("image", "images"):
+            for image in columns.get(name) or []:
+                if image not in (None, []):  # those of examples with text alone
+                    raise ValueError(
+                        "RewardAdapter reads text only, and the dataset has images. Use another reward function."
+                    )
         has_steps = self.adapter.head == "steps"
-        steps = [self._split(completion) for completion in completions] if has_steps else []
+        steps: list[StepRewards] = []
         if has_steps:
+            steps = list(map(self._split, completions))
             ends = self._step_ends(steps, completions, completion_ids)
         else:
             ends = [[self._length(ids)] for ids in completion_ids]
@@ -137,11 +143,11 @@ class RewardModel(ScalarHeadFeature):
                 RolloutCompletions(prompts, completions, columns, self._prompt_ids, completion_ids, ends)
             )
         if not has_steps:
-            return [score for score, *_ in scores]
-        return [
-            dataclasses.replace(step, values=values[: len(step.values)])
-            for step, values in zip(steps, scores, strict=True)
-        ]
+            return [row[0] for row in scores]
+        rewards: list[StepRewards] = []
+        for unscored, row in zip(steps, scores, strict=True):
+            rewards.append(dataclasses.replace(unscored, values=row[: len(unscored.values)]))
+        return rewards
 
     def _split(self, completion: str | Conversation) -> StepRewards:
         """Return the steps of a completion, with rewards of 0."""
@@ -164,7 +170,10 @@ class RewardModel(ScalarHeadFeature):
         An end of sequence that is also the padding token counts as padding there.
         """
         pad = text_tokenizer(self.trainer).pad_token_id
-        return next((n for n in range(len(ids), 0, -1) if ids[n - 1] != pad), 0)
+        for length in range(len(ids), 0, -1):
+            if ids[length - 1] != pad:
+                return length
+        return 0
 
     # training and checkpoints
 

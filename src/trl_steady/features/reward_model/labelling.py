@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from trl_steady.core.feature import Trainer
 from trl_steady.functional.reward_models import step_labels
@@ -40,13 +41,23 @@ def get_verdicts(
         ValueError: The rule returned something else.
     """
     columns = {name: column for name, column in columns.items() if name not in _NOT_COLUMNS}
-    verdicts = list(label_fn(prompts=prompts, completions=completions, **columns))
-    if len(verdicts) != len(completions) or any(verdict not in (None, 0, 1) for verdict in verdicts):
+    returned = list(label_fn(prompts=prompts, completions=completions, **columns))
+    if len(returned) != len(completions) or any(verdict not in (None, 0, 1) for verdict in returned):
         raise ValueError(
-            f"label_fn returned {verdicts!r} for {len(completions)} completions. Return True, False, or None (no "
+            f"label_fn returned {returned!r} for {len(completions)} completions. Return True, False, or None (no "
             "verdict) for each."
         )
-    return [None if verdict is None else bool(verdict) for verdict in verdicts]
+    verdicts: list[bool | None] = []
+    for verdict in returned:
+        verdicts.append(None if verdict is None else bool(verdict))
+    return verdicts
+
+
+def verdict_masks(verdicts: Sequence[bool | None]) -> tuple[Tensor, Tensor]:
+    """Return (B,) bool, True where the verdict is right, and (B,) bool, True where there is a verdict."""
+    is_right = torch.tensor([verdict is True for verdict in verdicts], dtype=torch.bool)
+    is_known = torch.tensor([verdict is not None for verdict in verdicts], dtype=torch.bool)
+    return is_right, is_known
 
 
 def label_steps(
@@ -65,31 +76,40 @@ def label_steps(
     Every process must call this function.
     """
     prompt_ids, completion_ids = rollout.prompt_ids, rollout.completion_ids
-    # the completion and the end of each step that does not end its completion, once for each continuation
-    open_steps = [
-        (index, end)
-        for index, ends in enumerate(rollout.ends)
-        for end in ends
-        if end < len(completion_ids[index])
-        for _ in range(continuations)
-    ]
-    prefixes = [prompt_ids[index] + completion_ids[index][:end] for index, end in open_steps]
+    # of each step that does not end its completion, once for each continuation: the index of the completion, its
+    # tokens up to the end of the step, and the prompt before them
+    indices: list[int] = []
+    beginnings: list[list[int]] = []
+    prefixes: list[list[int]] = []
+    for index, ends in enumerate(rollout.ends):
+        for end in ends:
+            if end >= len(completion_ids[index]):
+                continue
+            for _ in range(continuations):
+                indices.append(index)
+                beginnings.append(completion_ids[index][:end])
+                prefixes.append(prompt_ids[index] + completion_ids[index][:end])
     # engines of several processes need the same number of prompts on each
     most = max(gather_object([len(prefixes)]))
     dummies = [prompt_ids[0]] * (most - len(prefixes))
-    rest = generate_continuations(trainer, [*prefixes, *dummies], len(completion_ids))[: len(prefixes)]
-    continued = [
-        (completion_ids[index][:end] + continuation)[: trainer.max_completion_length]
-        for (index, end), continuation in zip(open_steps, rest, strict=True)
-    ]
-    found = _label_continued(trainer, label_fn, rollout, [index for index, _ in open_steps], continued)
-    reached = torch.tensor([verdict is True for verdict in found]).view(-1, continuations)
-    is_known = torch.tensor([verdict is not None for verdict in found]).view(-1, continuations).any(1)
-    open_labels = iter(step_labels(reached).where(is_known, torch.nan).tolist())
-    return [
-        [next(open_labels) if end < len(completion_ids[index]) else float(verdicts[index] is True) for end in ends]
-        for index, ends in enumerate(rollout.ends)
-    ]
+    generated = generate_continuations(trainer, prefixes + dummies, len(completion_ids))[: len(prefixes)]
+    continued: list[list[int]] = []
+    for beginning, continuation in zip(beginnings, generated, strict=True):
+        continued.append((beginning + continuation)[: trainer.max_completion_length])
+    continued_verdicts = _label_continued(trainer, label_fn, rollout, indices, continued)
+    is_right, is_known = verdict_masks(continued_verdicts)
+    labels_of_open_steps = step_labels(is_right.view(-1, continuations))
+    has_verdict = is_known.view(-1, continuations).any(1)
+    open_labels = iter(labels_of_open_steps.where(has_verdict, torch.nan).tolist())
+    labels: list[list[float]] = []
+    for index, ends in enumerate(rollout.ends):
+        labels.append([])
+        for end in ends:
+            if end < len(completion_ids[index]):
+                labels[index].append(next(open_labels))
+            else:
+                labels[index].append(float(verdicts[index] is True))
+    return labels
 
 
 def _label_continued(
@@ -103,14 +123,17 @@ def _label_continued(
     if not indices:  # the rule need not expect an empty call
         return []
     texts = text_tokenizer(trainer).batch_decode(continued_ids, skip_special_tokens=True)
-    originals = [rollout.completions[index] for index in indices]
-    completions = [
-        text if isinstance(original, str) else [{**original[0], "content": text}]
-        for original, text in zip(originals, texts, strict=True)
-    ]
-    columns = {
-        name: [column[index] for index in indices]
-        for name, column in rollout.columns.items()
-        if isinstance(column, list)
-    }
-    return get_verdicts(label_fn, [rollout.prompts[index] for index in indices], completions, columns)
+    prompts: list[object] = []
+    completions: list[object] = []
+    for index, text in zip(indices, texts, strict=True):
+        prompts.append(rollout.prompts[index])
+        original = rollout.completions[index]
+        if isinstance(original, str):
+            completions.append(text)
+        else:
+            completions.append([{**original[0], "content": text}])
+    columns: dict[str, object] = {}
+    for name, column in rollout.columns.items():
+        if isinstance(column, list):
+            columns[name] = [column[index] for index in indices]
+    return get_verdicts(label_fn, prompts, completions, columns)

@@ -46,14 +46,15 @@ class RewardAdapter:
         peft_config: LoraConfig | None = None,
         splitter: Splitter | None = None,
     ) -> None:
-        for is_wrong, message in (
-            (head not in ("outcome", "steps"), f"head={head!r} is unknown. Set it to 'outcome' or 'steps'."),
-            (splitter and head != "steps", f"splitter has no effect with head={head!r}. Set head='steps'."),
-            (source and peft_config, f"source={str(source)!r} has a peft_config already. Give one of them."),
-        ):
-            if is_wrong:
-                raise ValueError(message)
-        self.source, self.head, self.peft_config = source, head, peft_config
+        if head not in ("outcome", "steps"):
+            raise ValueError(f"head={head!r} is unknown. Set it to 'outcome' or 'steps'.")
+        if splitter and head != "steps":
+            raise ValueError(f"splitter has no effect with head={head!r}. Set head='steps'.")
+        if source and peft_config:
+            raise ValueError(f"source={str(source)!r} has a peft_config already. Give one of them.")
+        self.source = source
+        self.head = head
+        self.peft_config = peft_config
         self.splitter = splitter or by_blank_line()
         self.__name__ = "reward_model"  # under which TRL logs the reward
         self.compute_rewards: RewardFunction | None = None

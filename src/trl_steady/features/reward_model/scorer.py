@@ -36,12 +36,13 @@ class RewardScorer:
             ends: For each completion, the numbers of its tokens after which a score is read.
             batch_size: Number of sequences that go through the model together; None for all.
         """
-        device, pad = self.trainer.accelerator.device, cast(int, text_tokenizer(self.trainer).pad_token_id)
-        samples: dict[str, Tensor] = {}
+        device = self.trainer.accelerator.device
+        pad = cast(int, text_tokenizer(self.trainer).pad_token_id)
         # the score after a token is a critic's value of the next one
         longer = [[*ids, pad] for ids in completion_ids]
-        for name, sequences, side in (("prompt", prompt_ids, "left"), ("completion", longer, "right")):
-            samples[f"{name}_ids"], samples[f"{name}_mask"] = _pad(sequences, pad, side, device)
+        samples: dict[str, Tensor] = {}
+        samples["prompt_ids"], samples["prompt_mask"] = _pad(prompt_ids, pad, "left", device)
+        samples["completion_ids"], samples["completion_mask"] = _pad(longer, pad, "right", device)
         with self.trainer.accelerator.autocast():
             values = self.trainer.values(self.model, samples, None, batch_size)
         indices, is_step = _pad(ends, 0, "right", device)
@@ -51,6 +52,6 @@ class RewardScorer:
 def _pad(sequences: Sequence[Sequence[int]], value: int, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return sequences of numbers as a padded tensor, and its mask."""
     tensors = [torch.as_tensor(sequence, dtype=torch.long) for sequence in sequences]
-    masks = [torch.ones_like(tensor) for tensor in tensors]
+    masks = list(map(torch.ones_like, tensors))
     pad = functools.partial(pad_sequence, batch_first=True, padding_side=side)
     return copy_async(pad(tensors, padding_value=value), device), copy_async(pad(masks), device)

@@ -1,5 +1,6 @@
 """Training and measuring a reward model on examples, on all processes."""
 
+import math
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
@@ -52,9 +53,13 @@ def _random_order(examples: Sequence[Example], generator: torch.Generator, *, to
     """Return the indices of the examples in a random order, those of one prompt together if asked."""
     groups: dict[object, list[int]] = {}
     for index, example in enumerate(examples):
-        groups.setdefault(prompt_key(example) if together else index, []).append(index)
+        key = prompt_key(example) if together else index
+        groups.setdefault(key, []).append(index)
     in_order = list(groups.values())
-    return [index for i in torch.randperm(len(in_order), generator=generator).tolist() for index in in_order[i]]
+    shuffled: list[int] = []
+    for i in torch.randperm(len(in_order), generator=generator).tolist():
+        shuffled.extend(in_order[i])
+    return shuffled
 
 
 def _step(
@@ -64,8 +69,8 @@ def _step(
     args, accelerator = scorer.trainer.args, scorer.trainer.accelerator
     # the optimizer takes the mean over processes, and the loss is the mean over the labels of all of them
     factor = accelerator.num_processes / sum(len(example.labels) for example in batch)
-    own = batch[accelerator.process_index :: accelerator.num_processes]
-    for micro_batch in _micro_batches(own, args.per_device_train_batch_size, args.token_budget):
+    share = batch[accelerator.process_index :: accelerator.num_processes]
+    for micro_batch in _micro_batches(share, args.per_device_train_batch_size, args.token_budget):
         with scorer.trainer.until_backward():
             losses, _, _ = _losses(scorer, micro_batch)
             (losses.sum() * factor).backward()
@@ -76,9 +81,12 @@ def _micro_batches(examples: Sequence[Example], size: int, budget: int | None) -
     """Yield micro-batches of at most `size` completions and, with `token_budget`, tokens. An example stays whole."""
 
     def fits(part: Sequence[Example]) -> bool:
-        # the forward has one token more
-        lengths = [len(each.prompt) + len(completion) + 1 for each in part for completion in each.completions]
-        return len(lengths) <= size and (budget is None or sum(lengths) <= budget)
+        completions = tokens = 0
+        for example in part:
+            for completion in example.completions:
+                completions += 1
+                tokens += len(example.prompt) + len(completion) + 1  # the forward has one token more
+        return completions <= size and (budget is None or tokens <= budget)
 
     start = 0
     for end in range(1, len(examples) + 1):
@@ -89,15 +97,23 @@ def _micro_batches(examples: Sequence[Example], size: int, budget: int | None) -
 
 def _losses(scorer: RewardScorer, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses (n,), logits (n,) of the labels being 1, and labels (n,)."""
-    completion_ids = [completion.tolist() for example in examples for completion in example.completions]
-    prompt_ids = [example.prompt.tolist() for example in examples for _ in example.completions]
-    ends = [ends for example in examples for ends in example.ends]
+    prompt_ids: list[list[int]] = []
+    completion_ids: list[list[int]] = []
+    ends: list[list[int]] = []
+    all_labels: list[float] = []
+    for example in examples:
+        for completion in example.completions:
+            prompt_ids.append(example.prompt.tolist())
+            completion_ids.append(completion.tolist())
+        ends.extend(example.ends)
+        all_labels.extend(example.labels)
     scores = scorer.scores(prompt_ids, completion_ids, ends)
-    labels = copy_async(torch.tensor([label for each in examples for label in each.labels]), scores.device)
+    labels = copy_async(torch.tensor(all_labels), scores.device)
     if len(examples[0].completions) == 2:
         right, wrong = scores[0::2, 0], scores[1::2, 0]
         return reward_models.pair_loss(right, wrong), right - wrong, labels
-    is_score = torch.tensor([[i < len(each) for i in range(scores.size(1))] for each in ends])
+    step_counts = torch.tensor(list(map(len, ends)))
+    is_score = torch.arange(scores.size(1)) < step_counts.unsqueeze(1)
     rows, columns = copy_async(is_score.nonzero().T, scores.device)
     logits = scores[rows, columns]
     return reward_models.verdict_loss(logits, labels), logits, labels
@@ -112,16 +128,21 @@ def measure(scorer: RewardScorer, examples: Sequence[Example]) -> dict[str, floa
     """
     if not examples:
         return {}
-    accelerator, size = scorer.trainer.accelerator, scorer.trainer.args.per_device_train_batch_size
-    count = -(-len(examples) // accelerator.num_processes)  # each process runs as many passes
-    indices = [i * accelerator.num_processes + accelerator.process_index for i in range(count)]
+    accelerator = scorer.trainer.accelerator
+    size = scorer.trainer.args.per_device_train_batch_size
+    count = math.ceil(len(examples) / accelerator.num_processes)  # each process runs as many passes
+    indices = range(accelerator.process_index, count * accelerator.num_processes, accelerator.num_processes)
     measured: list[tuple[int, Tensor]] = []  # index of an example, and losses, logits and labels (3, n)
     for start in range(0, count, size):
         batch_indices = indices[start : start + size]
-        batch = [examples[min(index, len(examples) - 1)] for index in batch_indices]
+        batch: list[Example] = []
+        label_counts: list[int] = []
+        for index in batch_indices:
+            example = examples[min(index, len(examples) - 1)]
+            batch.append(example)
+            label_counts.append(len(example.labels))
         columns = torch.stack([column.double() for column in _losses(scorer, batch)]).cpu()
-        parts = columns.split([len(example.labels) for example in batch], dim=1)
-        measured += zip(batch_indices, parts, strict=True)
+        measured += zip(batch_indices, columns.split(label_counts, dim=1), strict=True)
     in_order = sorted(gather_object(measured), key=itemgetter(0))  # the sums of means round as on one process
     losses, logits, labels = torch.cat([columns for _, columns in in_order[: len(examples)]], dim=1)
     return {
