@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,27 +43,25 @@ class History:
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any] | None = None, *, is_over: bool = True
     ) -> None:
-        self.run, self.is_over = dict(run or {}), is_over
-        kept: list[Mapping[str, Any]] = []
+        self.run = dict(run or {})
+        self.is_over = is_over
+        self.last_step = 0
+        rows = _without_replaced(rows)
+        if rows:
+            self.last_step = int(rows[-1]["step"])
+        steps: defaultdict[str, list[float]] = defaultdict(list)
+        values: defaultdict[str, list[float]] = defaultdict(list)
         for row in rows:
-            step = row.get("step")
-            if not isinstance(step, (int, float)) or step != step:
-                continue
-            if kept and kept[-1]["step"] > step:  # a resumed run
-                kept = [earlier for earlier in kept if earlier["step"] < step]
-            kept.append(row)
-        columns: defaultdict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-        for row in kept:
             for key, value in row.items():
-                if key != "step" and isinstance(value, (int, float, NoneType)) and not isinstance(value, bool):
-                    steps, values = columns[key]
-                    steps.append(row["step"])
-                    values.append(math.nan if value is None else value)  # TRL logs NaN as None
-        self._series = {
-            key: Series(np.asarray(steps, np.int64), np.asarray(values, np.float64))
-            for key, (steps, values) in columns.items()
-        }
-        self.last_step = int(kept[-1]["step"]) if kept else 0
+                if value is None:  # TRL logs NaN as None
+                    value = math.nan
+                if key == "step" or isinstance(value, bool) or not isinstance(value, (int, float)):
+                    continue
+                steps[key].append(row["step"])
+                values[key].append(value)
+        self._series: dict[str, Series] = {}
+        for key in steps:
+            self._series[key] = Series(np.asarray(steps[key], np.int64), np.asarray(values[key], np.float64))
 
     @classmethod
     def read(cls, path: str | Path) -> "History":
@@ -76,18 +73,23 @@ class History:
             ValueError: There is no log. The message says where it was looked for.
         """
         path = Path(path)
-        file = path if path.is_file() else _newest_state(path)
+        file = path
+        if not path.is_file():
+            file = _newest_state(path)
         if file is None:
             raise ValueError(
                 f"{path} has no {_STATE} and no checkpoint with one. Give an output folder, a checkpoint, or the file."
             )
         try:
             state = json.loads(file.read_text())
-            rows = state["log_history"] if "log_history" in state else state["history"]
+            key = "log_history" if "log_history" in state else "history"
+            rows = state[key]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file} is no log of a run: it has no rows under 'log_history' ({error}).") from None
-        file = file.parent / RUN_FILE
-        run = json.loads(file.read_text()) if file.is_file() else {}
+        run: dict[str, Any] = {}
+        run_file = file.parent / RUN_FILE
+        if run_file.is_file():
+            run = json.loads(run_file.read_text())
         if state.get("max_steps", 0) > 0:  # the config of a run of epochs has -1
             run["settings"] = {**run.get("settings", {}), "max_steps": state["max_steps"]}
         return cls(rows, run)
@@ -95,9 +97,13 @@ class History:
     def until(self, step: int) -> "History":
         """Return the history as it was at an optimizer step, while the run trained."""
         early = copy(self)
-        known = {key: each for key, each in self._series.items() if each.steps[0] <= step}
-        early._series = {key: Series(*(part[each.steps <= step] for part in each)) for key, each in known.items()}
-        early.is_over, early.last_step = False, step
+        early.is_over = False
+        early.last_step = step
+        early._series = {}
+        for key, series in self._series.items():
+            is_early = series.steps <= step
+            if is_early.any():
+                early._series[key] = Series(series.steps[is_early], series.values[is_early])
         return early
 
     @property
@@ -114,6 +120,12 @@ class History:
         """Return the values of a metric that the run has logged."""
         return self._series[key]
 
+    def finite_values(self, key: str) -> np.ndarray:
+        """Return the values of a metric that are numbers; none if the run has not logged it."""
+        if key not in self._series:
+            return np.empty(0)
+        return self._series[key].finite.values
+
     def first(self, *keys: str) -> str:
         """Return the first of these metrics that the run has logged. Raises KeyError if there is none."""
         for key in keys:
@@ -122,11 +134,35 @@ class History:
         raise KeyError(" | ".join(keys))
 
 
+def _without_replaced(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows that have a step, without those that a resumed run has logged again."""
+    kept: list[Mapping[str, Any]] = []
+    for row in rows:
+        step = row.get("step")
+        if not isinstance(step, (int, float)) or math.isnan(step):
+            continue
+        if kept and kept[-1]["step"] > step:
+            kept = [earlier for earlier in kept if earlier["step"] < step]
+        kept.append(row)
+    return kept
+
+
 def _newest_state(folder: Path) -> Path | None:
-    files = [file for file in (folder / _STATE, *folder.glob(f"checkpoint-*/{_STATE}")) if file.is_file()]
-    return max(files, key=lambda file: json.loads(file.read_text()).get("global_step", 0), default=None)
+    """Return the state of an output folder or of its checkpoints with the most steps; None if there is no state."""
+    newest: Path | None = None
+    most_steps = -1
+    for file in (folder / _STATE, *folder.glob(f"checkpoint-*/{_STATE}")):
+        if not file.is_file():
+            continue
+        steps = json.loads(file.read_text()).get("global_step", 0)
+        if steps > most_steps:
+            newest = file
+            most_steps = steps
+    return newest
 
 
 def counted(number: int, noun: str) -> str:
     """Return words such as "1 step" or "2 steps"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"

@@ -5,12 +5,12 @@ Each function returns what it found, or None. A metric or a setting that it need
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trl_steady.report.history import History, Series, counted
-from trl_steady.report.statistics import HEALTHY_TREND, blocks, noise, sixths, stretch, trend
+from trl_steady.report.statistics import HEALTHY_TREND, blocks, noise, running_median, sixths, stretch, trend
 
 
 class Found(NamedTuple):
@@ -24,34 +24,52 @@ class Found(NamedTuple):
     """The numbers that show it."""
 
 
+# Helpers about the reward.
+
+
 def _reward(history: History) -> Series:
     """Return the reward, or the share of right answers where a reward model that is retrained gives it."""
-    return blocks(history, "reward_model/true" if "reward_model/true" in history.keys else "reward")
+    if "reward_model/true" in history.keys:
+        return blocks(history, "reward_model/true")
+    return blocks(history, "reward")
 
 
 def _is_solved(reward: np.ndarray) -> np.ndarray:
     """Tell which rewards are at the top, if the reward is a share."""
-    return (reward >= 0.9) & (reward.min(initial=0) >= 0) & (reward.max(initial=1) <= 1)
+    is_share = reward.min(initial=0) >= 0 and reward.max(initial=1) <= 1
+    return (reward >= 0.9) & is_share
 
 
 def _learns(history: History) -> bool:
     """Tell whether the reward has risen and stays up, or is at its top, or cannot be judged: yet, or at all."""
     values = _reward(history).values
-    spread = history["reward_std"].finite.values if "reward_std" in history.keys else np.zeros(1)
-    if len(values) < 6 or np.ptp(values) < 0.01 * spread.max(initial=0):  # each group's mean is subtracted
+    if len(values) < 6:
+        return True
+    spread = history.finite_values("reward_std")
+    if np.ptp(values) < 0.01 * spread.max(initial=0):  # each group's mean is subtracted
         return True
     level = sixths(values)
-    rose = level.max() - level[0] > noise(values) and level[-1] > (level[0] + level.max()) / 2
-    return bool(rose or _is_solved(values)[-1 - len(values) // 6 :].mean() > 0.5)
+    has_risen = level.max() - level[0] > noise(values)
+    is_up = level[-1] > (level[0] + level.max()) / 2
+    if has_risen and is_up:
+        return True
+    last_sixth = _is_solved(values)[-1 - len(values) // 6 :]
+    return bool(last_sixth.mean() > 0.5)
 
 
-# signs that several symptoms have
+# Signs that several symptoms have. Their arguments stand in symptoms.toml.
 
 
 def beyond(history: History, limits: Sequence[Mapping[str, Any]]) -> Found | None:
     """Find the metric that was beyond its limit first, of those that were logged. `_beyond` has the arguments."""
-    history.first(*(limit["key"] for limit in limits))
-    return min((found for limit in limits if (found := _beyond(history, **limit))), default=None)
+    keys = [limit["key"] for limit in limits]
+    history.first(*keys)
+    signs: list[Found] = []
+    for limit in limits:
+        sign = _beyond(history, **limit)
+        if sign is not None:
+            signs.append(sign)
+    return min(signs, default=None)
 
 
 def _beyond(
@@ -72,158 +90,145 @@ def _beyond(
     if key not in history.keys:
         return None
     steps, values = blocks(history, key, q)
-    where = stretch(values < limit if below else values > limit, least)
-    if where is None or (stays and trend(values) * (1 if below else -1) > HEALTHY_TREND):
+    if below:
+        side = "below"
+        is_beyond = values < limit
+    else:
+        side = "above"
+        is_beyond = values > limit
+    where = stretch(is_beyond, least)
+    if where is None:
         return None
-    scale, side = 100 if unit == "%" else 1, "below" if below else "above"
-    middle, bound = (f"{scale * number:.3g} {unit}".rstrip() for number in (np.median(values[where]), limit))
-    return Found(int(steps[where.start]), key, f"{middle}, {side} {bound}")
+    if stays:
+        improvement = trend(values) if below else -trend(values)
+        if improvement > HEALTHY_TREND:
+            return None
+    middle = float(np.median(values[where]))
+    return Found(int(steps[where.start]), key, f"{_with_unit(middle, unit)}, {side} {_with_unit(limit, unit)}")
 
 
-def noted(history: History, text: str) -> Found | None:
-    """Find a text in the warnings of the run."""
-    notes = [note for note in map(str, history.run["notes"]) if text in note]
-    return Found(0, "", " ".join(notes)) if notes else None
+def _with_unit(number: float, unit: str) -> str:
+    if unit == "%":
+        number = 100 * number
+    return f"{number:.3g} {unit}".rstrip()
 
 
-def parted(history: History, rising: list[str], falling: list[str]) -> Found | None:
+def noted(history: History, texts: Sequence[str]) -> Found | None:
+    """Find warnings of the run that have one of these texts."""
+    notes: list[str] = []
+    for note in history.run["notes"]:
+        if any(text in str(note) for text in texts):
+            notes.append(str(note))
+    if not notes:
+        return None
+    return Found(0, "", " ".join(notes))
+
+
+def parted(history: History, rising: Sequence[str], falling: Sequence[str]) -> Found | None:
     """Find a metric that falls from its peak while another rises or stays up. The first known ones are compared."""
-    up, down = history.first(*rising), history.first(*falling)
-    rise, fall = blocks(history, up), blocks(history, down)
+    up = history.first(*rising)
+    down = history.first(*falling)
+    rise = blocks(history, up)
+    fall = blocks(history, down)
     if len(fall.values) < 6:
         return None
-    # the peak of a running median
-    wide = max(len(fall.values) // 12, 1)
-    smooth = np.array([np.median(fall.values[max(i - wide, 0) : i + wide + 1]) for i in range(len(fall.values))])
-    peak, end = int(smooth.argmax()), float(np.median(fall.values[-3:]))
-    before, after = (rise.values[side] for side in (rise.steps <= fall.steps[peak], rise.steps > fall.steps[peak]))
-    falls = smooth[peak] - end >= 2 * noise(fall.values) and trend(fall.values[peak:]) <= -HEALTHY_TREND
-    if not len(before) or len(after) < 3 or not falls:
+    smooth = running_median(fall.values)
+    peak = int(smooth.argmax())
+    end = float(np.median(fall.values[-3:]))
+    has_fallen = smooth[peak] - end >= 2 * noise(fall.values)
+    if not has_fallen or trend(fall.values[peak:]) > -HEALTHY_TREND:
+        return None
+    before = rise.values[rise.steps <= fall.steps[peak]]
+    after = rise.values[rise.steps > fall.steps[peak]]
+    if not len(before) or len(after) < 3:
         return None
     gained = float(np.median(after[-3:]) - np.median(before[-3:]))
-    began = int(fall.steps[smooth >= smooth[peak] - noise(fall.values) / 2][-1])
-    return Found(began, down, f"{smooth[peak]:.3g} to {end:.3g}, {up} {gained:+.3g}") if gained >= 0 else None
+    if gained < 0:
+        return None
+    at_the_peak = smooth >= smooth[peak] - noise(fall.values) / 2
+    began = int(fall.steps[at_the_peak][-1])
+    return Found(began, down, f"{smooth[peak]:.3g} to {end:.3g}, {up} {gained:+.3g}")
 
 
-def grows(
-    history: History, key: str, unit: str, least: int = 6, far: float = math.inf, by: float = 0.0
-) -> Found | None:
-    """Find a metric that at least doubles in `least` rollouts, or stays above `far`, without a reward that rises.
-
-    With `by`, it grows by that much in place of doubling, whatever the reward does.
-    """
+def grows(history: History, key: str, unit: str, least: int = 6, far: float = math.inf) -> Found | None:
+    """Find a metric that at least doubles in `least` rollouts, or stays above `far`, without a reward that rises."""
     steps, values = blocks(history, key)
-    if len(values) < 6 or (not by and (_learns(history) or trend(_reward(history).values) > 1)):
+    if len(values) < 6 or _learns(history) or trend(_reward(history).values) > 1:
         return None
     level = sixths(values)
-    where = stretch(values > min((level[0] + level[-1]) / 2, far))
-    has_grown = level[-1] >= max(level[0] + by if by else 2 * level[0], 1e-6) and trend(values) >= 3
-    if where is None or not (level[-1] >= far or (has_grown and len(values) >= least)):
+    first, last = level[0], level[-1]
+    has_doubled = last >= max(2 * first, 1e-6) and trend(values) >= 3 and len(values) >= least
+    where = stretch(values > min((first + last) / 2, far))
+    if where is None or not (has_doubled or last >= far):
         return None
-    return Found(int(steps[where.start]), key, f"{level[0]:.3g} to {level[-1]:.3g} {unit}")
+    return Found(int(steps[where.start]), key, f"{first:.3g} to {last:.3g} {unit}")
 
 
-def engine(history: History, kind: Literal["another", "differs", "behind"]) -> Found | None:
-    """Find an engine of one kind: it serves another policy, differs from the start, or falls behind."""
-    unit = "nats per token"
-    kl: dict[str, Any] = {"key": "mismatch/kl", "unit": unit}
-    difference: dict[str, Any] = {"key": "sampling/sampling_logp_difference/mean", "unit": unit}
-    another: list[dict[str, Any]] = [{**kl, "limit": 1.0}, {**difference, "limit": 1.0}]  # the default of engine_check
-    # ESS is about 1 / (1 + 2 kl). 0.9 is a kl of 0.055, 37 times that of the R3 paper's mixture of experts. There, the
-    # run that collapsed had 10 % above 2. A mean difference of 0.1 puts a tenth of the ratios outside 0.8 to 1.2
-    far = [
-        {"key": "mismatch/effective_sample_size", "limit": 0.9, "below": True, "q": 0.5},
-        {"key": "mismatch/above_2", "limit": 0.01},
-        {**kl, "limit": 0.055},
-        {**difference, "limit": 0.1},
-    ]
-    if kind == "another":
-        return beyond(history, another)
-    found = beyond(history, far)
-    if found is None or any(_beyond(history, **limit) for limit in another):
+# Signs that one symptom has. They have the name of the symptom, and its order in symptoms.toml.
+
+
+def too_few_rollouts(history: History) -> Found | None:
+    """Find a run that has ended before anything can be said."""
+    count = 0
+    if "reward" in history.keys:
+        count = len(history["reward"].steps)
+    if count >= 6 or not history.is_over:
         return None
-    is_late = found.since > blocks(history, found.metric).steps[0]
-    return found if is_late == (kind == "behind") else None
+    text = f"{counted(count, 'log')} of the reward"  # a log can be the mean of several rollouts
+    if count:
+        logs = max(len(history[key].steps) for key in history.keys)
+        if logs >= history.last_step:
+            text = counted(count, "rollout")
+    return Found(0, "", text)
 
 
-def groups(history: History, answers: Literal["right", "wrong", "alike"]) -> Found | None:
-    """Find groups whose answers nearly all earn the same: all right, all wrong, or "alike" in a way that varies."""
-    # recorded runs reach 1 in single rollouts, and none stays above 0.9
-    found = beyond(history, [{"key": "frac_reward_zero_std", "limit": 0.9, "q": 0.5, "least": 6}])
-    reward = blocks(history, "reward").values
-    is_ppo = any(key.startswith("value/") for key in history.keys) or history.settings.get("num_generations") == 1
-    is_constant = len(reward) and not np.ptp(reward) and reward[0] not in (0, 1)
-    if found is None or is_ppo or len(reward) < 6 or is_constant:  # under PPO, a group can be one answer
+def reward_missing(history: History) -> Found | None:
+    """Find a reward that is NaN, in total or in all functions, or that is no longer logged."""
+    steps = history["reward"].steps
+    found = _nan(history, ["reward"]) or _nan(history, _reward_functions(history))
+    if found is not None:
+        return found
+    usual = np.diff(steps).max(initial=1)
+    missing = history.last_step - steps[-1]
+    if len(steps) <= 2 or missing <= 4 * usual:
         return None
-    low, high, last = reward.min(), reward.max(), float(np.median(reward[-3:]))
-    is_share, wasted = low >= 0 and high <= 1, history["frac_reward_zero_std"].finite.values.mean()
-    has_moved = abs(trend(reward)) > HEALTHY_TREND  # and has shown its range
-    place = last if is_share else (last - low) / (high - low) if has_moved else 0.5
-    kind = "right" if place >= 0.75 else "wrong" if place <= 0.25 else "alike"
-    evidence = f"{found.evidence}; reward {last:.3g}; {wasted:.0%} of all groups were wasted"
-    return found._replace(evidence=evidence) if kind == answers else None
+    return Found(int(steps[-1] + usual), "reward", f"not logged for {missing} steps")
 
 
-# signs that one symptom has, whose name they have
-
-
-def kl_holds(history: History) -> Found | None:
-    """Find a KL that costs nearly as much as the reward has gained, with a reference that stays."""
-    (steps, kl), reward = blocks(history, "kl"), blocks(history, "reward").values
-    length, beta = np.median(history["completions/mean_length"].finite.values), history.settings["beta"] or 0
-    moves = "ref/refreshes" in history.keys and history["ref/refreshes"].finite.values.any()
-    if len(reward) < 12 or trend(kl) < HEALTHY_TREND or moves:
+def reward_constant(history: History) -> Found | None:
+    """Find a reward that is the same in each log, and in each group if that is logged."""
+    steps, values = history["reward"].finite
+    spread = history.finite_values("reward_std")
+    if not len(values) or np.ptp(values) or spread.any():
         return None
-    is_scaled = history.settings.get("scale_rewards") not in (False, "none", "mean") and "reward_std" in history.keys
-    cost = beta * kl * length * (np.median(history["reward_std"].finite.values) if is_scaled else 1.0)
-    gain = float(np.diff(sixths(reward)[[0, -1]])[0])
-    # near the reference, the cost is half of the gain at the optimum of reward - beta KL
-    where = stretch(cost > 0.4 * gain)
-    if where is None or gain < noise(reward) / 2:
+    if not history.is_over:
+        # the next group may be the first that is not all wrong
+        least = 20 if values[0] in (0, 1) else 3
+        is_flat = len(values) >= least
+    elif "reward_std" in history.keys:
+        is_flat = len(spread) > 0
+    else:
+        is_flat = len(values) >= 3
+    if not is_flat:
         return None
-    evidence = f"costs {np.median(cost[where]):.2g} an answer with beta {beta:g}, the reward has gained {gain:.2g}"
-    return Found(int(steps[where.start]), "kl", evidence)
+    return Found(int(steps[0]), "reward", f"{values[0]:.4g} in {counted(len(values), 'log')}")
 
 
-def nothing_clips(history: History) -> Found | None:
-    """Find a range of tokens on the ratio of a sequence, or updates that are all on-policy."""
-    settings, loss = history.settings, history.settings.get("loss_type")
-    passes = (settings["steps_per_generation"] or 1) * settings.get("num_iterations", 1)
-    widest = max(settings["epsilon"] or 0, settings.get("epsilon_high") or 0)
-    key = "clip_ratio/region_mean"
-    share = history[key].finite.values.mean() if key in history.keys else 0.0
-    is_idle = passes <= settings["gradient_accumulation_steps"] and not share
-    is_sequence = loss in ("gspo", "gspo_token") or settings.get("importance_sampling_level") == "sequence"
-    if is_sequence and widest >= 0.1:
-        text = f"epsilon {widest:g} is a range of token ratios; GSPO's are 3e-4 and 4e-4; {share:.2%} are clipped"
-        return Found(1, "", text)
-    if is_idle and (is_sequence or loss == "gmpo"):
-        return Found(1, "", f"each rollout has 1 update, with loss_type {loss}, so nothing can be clipped")
-    return None
-
-
-def policy_collapsed(history: History) -> Found | None:
-    """Find an entropy below a tenth of its start, within ten rollouts or without a reward that rises."""
-    steps, values = blocks(history, "entropy")
-    rollouts = len(history["reward"].steps) / len(history["entropy"].steps)  # in a step that was logged
-    start = values[:3].max(initial=0.0)
-    where = stretch((values < 0.1 * start) & (start > 0))
-    if where is None or np.median(_is_solved(_reward(history).values)[-3:]) > 0:
+def reward_part_missing(history: History) -> Found | None:
+    """Find a reward function that has never returned a number, beside one that has."""
+    functions = _reward_functions(history)
+    silent = [key for key in functions if not len(history[key].finite.values)]
+    if not silent or silent == functions:
         return None
-    high = np.append(0, np.flatnonzero(values[: where.start] > 0.8 * start))[-1]
-    is_slow = where.start - high > 1 and (steps[where.start] - steps[high]) * rollouts > 10
-    if is_slow and _learns(history):
+    least = 6 if history.is_over else 50  # it may judge rare prompts only
+    if len(history["reward"].steps) < least:
         return None
-    evidence = f"{np.median(values[where]):.2g} nats, {start:.3g} until step {steps[high]}"
-    return Found(int(steps[where.start]), "entropy", evidence)
+    return Found(1, ", ".join(silent), "NaN in each log")
 
 
-def policy_still(history: History) -> Found | None:
-    """Find a learning rate with which the weights stay. AdamW moves each by at most about the rate in a step."""
-    planned = max(history.settings.get("max_steps") or 0, history.last_step if history.is_over else 0)
-    rate = max(history["learning_rate"].values.max(initial=0), history.settings.get("learning_rate") or 0)
-    text = f"{rate:.2g} moves a weight by at most about {rate * planned:.1g} in {counted(planned, 'step')}"
-    return Found(1, "learning_rate", text) if 0 < planned < 1e-6 / max(rate, 1e-30) else None
+def _reward_functions(history: History) -> list[str]:
+    """Return the metrics that are the means of single reward functions."""
+    return sorted(key for key in history.keys if key.startswith("rewards/") and key.endswith("/mean"))
 
 
 def answers_masked(history: History) -> Found | None:
@@ -231,36 +236,60 @@ def answers_masked(history: History) -> Found | None:
     if not history.settings.get("mask_truncated_completions", True):
         return None
     steps, share = blocks(history, "completions/clipped_ratio")
-    rows = zip(share, *(blocks(history, key, 1.0).values for key in ("entropy", "grad_norm")), strict=False)
-    share, entropy, gradient = np.array([*rows]).reshape(-1, 3).T
-    where = _lasts(history, (share >= 0.99) & (entropy == 0) & (gradient == 0))
-    seen = entropy[entropy > 0]
-    if where is None or seen.max(initial=0) > 3 * seen.min(initial=math.inf):  # the policy itself has collapsed
+    entropy = blocks(history, "entropy", 1.0).values
+    gradient = blocks(history, "grad_norm", 1.0).values
+    count = min(len(share), len(entropy), len(gradient))
+    is_cut_off = share[:count] >= 0.99
+    has_no_loss = (entropy[:count] == 0) & (gradient[:count] == 0)
+    where = _lasts(history, is_cut_off & has_no_loss)
+    seen = entropy[:count][entropy[:count] > 0]
+    has_collapsed = seen.max(initial=0) > 3 * seen.min(initial=math.inf)
+    if where is None or has_collapsed:
         return None
     return Found(int(steps[where.start]), "completions/clipped_ratio", "100 %, and no answer has a gradient")
 
 
 def length_rewarded(history: History) -> Found | None:
     """Find answers that grow, and a reward whose changes from rollout to rollout are those of the length."""
-    (steps, length), reward = blocks(history, "completions/mean_length"), blocks(history, "reward").values
+    steps, length = blocks(history, "completions/mean_length")
+    reward = blocks(history, "reward").values
+    count = min(len(length), len(reward))
+    if count < 18:
+        return None
+    together = 1.0
     # the changes of two curves that rise together, as in reasoning, have a correlation; their third differences none
-    orders = [[np.diff(each[: min(len(length), len(reward))], n) for each in (length, reward)] for n in (1, 3)]
-    if len(orders[1][0]) < 15 or not all(np.ptp(changes) for pair in orders for changes in pair):
+    for order in (1, 3):
+        length_changes = np.diff(length[:count], order)
+        reward_changes = np.diff(reward[:count], order)
+        if not np.ptp(length_changes) or not np.ptp(reward_changes):
+            return None
+        correlation = np.corrcoef(length_changes, reward_changes)[0, 1]
+        together = min(together, float(correlation))
+    level = sixths(length)
+    first, last = level[0], level[-1]
+    where = stretch(length > (first + last) / 2)
+    if where is None or last < 1.5 * first or together < 0.8:  # recorded healthy runs have 0.5
         return None
-    level, together = sixths(length), min(float(np.corrcoef(np.array(pair))[0, 1]) for pair in orders)
-    where = stretch(length > (level[0] + level[-1]) / 2)
-    if where is None or level[-1] < 1.5 * level[0] or together < 0.8:  # recorded healthy runs have 0.5
-        return None
-    text = f"{level[0]:.3g} to {level[-1]:.3g} tokens; correlation with the reward's changes {together:.2f}"
+    text = f"{first:.3g} to {last:.3g} tokens; correlation with the reward's changes {together:.2f}"
     return Found(int(steps[where.start]), "completions/mean_length", text)
 
 
-def too_few_rollouts(history: History) -> Found | None:
-    """Find a run that has ended before anything can be said."""
-    count = len(history["reward"].steps) if "reward" in history.keys else 0
-    is_each = count and max(len(history[key].steps) for key in history.keys) >= history.last_step
-    text = counted(count, "rollout") if is_each else f"{counted(count, 'log')} of the reward"  # a mean of rollouts
-    return Found(0, "", text) if history.is_over and count < 6 else None
+def policy_collapsed(history: History) -> Found | None:
+    """Find an entropy below a tenth of its start, within ten rollouts or without a reward that rises."""
+    steps, values = blocks(history, "entropy")
+    rollouts_per_step = len(history["reward"].steps) / len(history["entropy"].steps)  # in a step that was logged
+    start = values[:3].max(initial=0.0)
+    where = stretch((values < 0.1 * start) & (start > 0))
+    if where is None or np.median(_is_solved(_reward(history).values)[-3:]) > 0:
+        return None
+    was_high = np.flatnonzero(values[: where.start] > 0.8 * start)
+    high = was_high[-1] if len(was_high) else 0
+    rollouts = (steps[where.start] - steps[high]) * rollouts_per_step
+    is_slow = where.start - high > 1 and rollouts > 10
+    if is_slow and _learns(history):
+        return None
+    evidence = f"{np.median(values[where]):.2g} nats, {start:.3g} until step {steps[high]}"
+    return Found(int(steps[where.start]), "entropy", evidence)
 
 
 def entropy_collapses(history: History) -> Found | None:
@@ -271,35 +300,226 @@ def entropy_collapses(history: History) -> Found | None:
     level = np.maximum(sixths(values), 1e-12)
     first, last = level.max(), level[-1]
     where = stretch(values < first / 2)
-    slope = 3 * math.log(last / level[3]) / max(steps[-1] - steps[0], 1)  # their middles are a third of the run apart
-    arrival = history.last_step + max(math.log(10 * last / first) / -min(slope, -1e-12), 0)
-    if where is None or arrival > max(history.settings.get("max_steps") or 0, 1.5 * steps[-1]):
+    # the middles of the two sixths are a third of the run apart
+    slope = 3 * math.log(last / level[3]) / max(steps[-1] - steps[0], 1)
+    steps_left = math.log(10 * last / first) / -min(slope, -1e-12)
+    arrival = history.last_step + max(steps_left, 0)
+    planned = history.settings.get("max_steps") or 0
+    if where is None or arrival > max(planned, 1.5 * steps[-1]):
         return None
     evidence = f"{first:.3g} to {last:.3g} nats, a tenth of it by step {arrival:.0f}"
     return Found(int(steps[where.start]), "entropy", evidence)
 
 
-def _lasts(history: History, bad: np.ndarray, *, to_end: bool = False, least: int = 3) -> slice | None:
-    """Return the stretch of bad values. If the run is over, one is enough if all are bad, or (`to_end`) the last."""
-    start = int(np.flatnonzero(np.append(True, ~bad))[-1])
-    is_enough = history.is_over and start < len(bad) and (to_end or not start)
-    return slice(start, len(bad)) if is_enough else stretch(bad, least)
+def entropy_explodes(history: History) -> Found | None:
+    """Find an entropy that grows by a nat, whatever the reward does."""
+    steps, values = blocks(history, "entropy")
+    if len(values) < 6:
+        return None
+    level = sixths(values)
+    first, last = level[0], level[-1]
+    where = stretch(values > (first + last) / 2)
+    has_grown = last >= first + 1 and trend(values) >= 3  # a nat is 2.7 times as many tokens to choose from
+    if where is None or not has_grown:
+        return None
+    return Found(int(steps[where.start]), "entropy", f"{first:.3g} to {last:.3g} nats")
 
 
-def _nan(history: History, *keys: str, **enough: Any) -> Found | None:
-    """Find metrics that stop being numbers, all of them. `_lasts` has the other arguments."""
-    known = [key for key in keys if key in history.keys]
-    where = {key: _lasts(history, ~np.isfinite(history[key].values), **enough) for key in known}
-    since = [int(history[key].steps[bad.start]) for key, bad in where.items() if bad]
-    return Found(max(since), ", ".join(where), "NaN") if since and len(since) == len(where) else None
+def policy_still(history: History) -> Found | None:
+    """Find a learning rate with which the weights stay. AdamW moves each by at most about the rate in a step."""
+    logged = history["learning_rate"].values.max(initial=0)
+    rate = max(logged, history.settings.get("learning_rate") or 0)
+    planned = history.settings.get("max_steps") or 0
+    if history.is_over:
+        planned = max(planned, history.last_step)
+    if not 0 < planned < 1e-6 / max(rate, 1e-30):
+        return None
+    text = f"{rate:.2g} moves a weight by at most about {rate * planned:.1g} in {counted(planned, 'step')}"
+    return Found(1, "learning_rate", text)
+
+
+_NATS = "nats per token"
+_KL = "mismatch/kl"
+_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+# Limits of an engine that serves another policy: the default of `engine_check`.
+_OTHER_POLICY: Sequence[Mapping[str, Any]] = (
+    {"key": _KL, "limit": 1.0, "unit": _NATS},
+    {"key": _DIFFERENCE, "limit": 1.0, "unit": _NATS},
+)
+# ESS is about 1 / (1 + 2 kl). 0.9 is a kl of 0.055, 37 times that of the R3 paper's mixture of experts. There, the run
+# that collapsed had 10 % above 2. A mean difference of 0.1 puts a tenth of the ratios outside 0.8 to 1.2.
+_DISAGREES: Sequence[Mapping[str, Any]] = (
+    {"key": "mismatch/effective_sample_size", "limit": 0.9, "below": True, "q": 0.5},
+    {"key": "mismatch/above_2", "limit": 0.01},
+    {"key": _KL, "limit": 0.055, "unit": _NATS},
+    {"key": _DIFFERENCE, "limit": 0.1, "unit": _NATS},
+)
+
+
+def engine_other_policy(history: History) -> Found | None:
+    """Find an engine that serves another policy."""
+    return beyond(history, _OTHER_POLICY)
+
+
+def engine_falls_behind(history: History) -> Found | None:
+    """Find an engine that agrees with the trainer at first, and not later."""
+    found = _disagreement(history)
+    if found is None or found.since <= _first_step(history, found.metric):
+        return None
+    return found
+
+
+def engine_differs(history: History) -> Found | None:
+    """Find an engine that differs from the trainer from the start."""
+    found = _disagreement(history)
+    if found is None or found.since > _first_step(history, found.metric):
+        return None
+    return found
+
+
+def _disagreement(history: History) -> Found | None:
+    """Find an engine that differs from the trainer, but serves the policy."""
+    found = beyond(history, _DISAGREES)
+    for limit in _OTHER_POLICY:
+        if _beyond(history, **limit):
+            return None
+    return found
+
+
+def _first_step(history: History, key: str) -> int:
+    return int(blocks(history, key).steps[0])
+
+
+def nothing_clips(history: History) -> Found | None:
+    """Find a range of tokens on the ratio of a sequence, or updates that are all on-policy."""
+    settings = history.settings
+    loss = settings.get("loss_type")
+    passes = (settings["steps_per_generation"] or 1) * settings.get("num_iterations", 1)
+    widest = max(settings["epsilon"] or 0, settings.get("epsilon_high") or 0)
+    share = 0.0
+    if "clip_ratio/region_mean" in history.keys:
+        share = history["clip_ratio/region_mean"].finite.values.mean()
+    is_on_policy = passes <= settings["gradient_accumulation_steps"] and not share
+    is_sequence = loss in ("gspo", "gspo_token") or settings.get("importance_sampling_level") == "sequence"
+    if is_sequence and widest >= 0.1:
+        text = f"epsilon {widest:g} is a range of token ratios; GSPO's are 3e-4 and 4e-4; {share:.2%} are clipped"
+        return Found(1, "", text)
+    if is_on_policy and (is_sequence or loss == "gmpo"):
+        return Found(1, "", f"each rollout has 1 update, with loss_type {loss}, so nothing can be clipped")
+    return None
+
+
+def reference_never_moves(history: History) -> Found | None:
+    """Find a reference that has not moved, or will not before the run ends."""
+    has_moved = history["ref/refreshes"].finite.values.any()
+    settings = history.settings
+    every = settings.get("ref_model_sync_steps") or 512  # TRL's default
+    planned = settings.get("max_steps") or 0
+    if has_moved:
+        return None
+    evidence = f"0 in {history.last_step} steps, with ref_model_sync_steps {every}"
+    if 0 < planned <= every and settings.get("ref_model_sync_kl") is None:
+        return Found(1, "ref/refreshes", evidence)
+    if history.last_step > every + 64:  # it waits for a rollout
+        return Found(every, "ref/refreshes", evidence)
+    return None
+
+
+def kl_holds(history: History) -> Found | None:
+    """Find a KL that costs nearly as much as the reward has gained, with a reference that stays."""
+    steps, kl = blocks(history, "kl")
+    reward = blocks(history, "reward").values
+    length = np.median(history["completions/mean_length"].finite.values)
+    beta = history.settings["beta"] or 0
+    has_moved = history.finite_values("ref/refreshes").any()
+    if len(reward) < 12 or trend(kl) < HEALTHY_TREND or has_moved:
+        return None
+    cost = beta * kl * length
+    is_unscaled = history.settings.get("scale_rewards") in (False, "none", "mean")
+    if "reward_std" in history.keys and not is_unscaled:
+        cost = cost * np.median(history["reward_std"].finite.values)
+    level = sixths(reward)
+    gain = float(level[-1] - level[0])
+    # near the reference, the cost is half of the gain at the optimum of reward - beta KL
+    where = stretch(cost > 0.4 * gain)
+    if where is None or gain < noise(reward) / 2:
+        return None
+    evidence = f"costs {np.median(cost[where]):.2g} an answer with beta {beta:g}, the reward has gained {gain:.2g}"
+    return Found(int(steps[where.start]), "kl", evidence)
+
+
+def groups_all_right(history: History) -> Found | None:
+    """Find groups whose answers are nearly all right."""
+    found, place = _equal_groups(history)
+    return found if place >= 0.75 else None
+
+
+def groups_all_wrong(history: History) -> Found | None:
+    """Find groups whose answers are nearly all wrong."""
+    found, place = _equal_groups(history)
+    return found if place <= 0.25 else None
+
+
+def groups_alike(history: History) -> Found | None:
+    """Find groups whose answers nearly all get the same reward, which differs among groups or is neither."""
+    found, place = _equal_groups(history)
+    return found if 0.25 < place < 0.75 else None
+
+
+def _equal_groups(history: History) -> tuple[Found | None, float]:
+    """Find groups whose answers nearly all get the same reward.
+
+    Returns:
+        What was found, and where the last rewards are between the worst, 0, and the best, 1; 0.5 if that is not known.
+    """
+    # recorded runs reach 1 in single rollouts, and none stays above 0.9
+    found = beyond(history, [{"key": "frac_reward_zero_std", "limit": 0.9, "q": 0.5, "least": 6}])
+    reward = blocks(history, "reward").values
+    # under PPO, a group can be one answer
+    is_ppo = history.settings.get("num_generations") == 1 or any(key.startswith("value/") for key in history.keys)
+    if found is None or is_ppo or len(reward) < 6:
+        return None, 0.5
+    low, high = reward.min(), reward.max()
+    if low == high and low not in (0, 1):  # a constant reward
+        return None, 0.5
+    last = float(np.median(reward[-3:]))
+    wasted = history["frac_reward_zero_std"].finite.values.mean()
+    found = found._replace(evidence=f"{found.evidence}; reward {last:.3g}; {wasted:.0%} of all groups were wasted")
+    if low >= 0 and high <= 1:  # a share
+        return found, last
+    if abs(trend(reward)) > HEALTHY_TREND:  # it has shown its range
+        return found, (last - low) / (high - low)
+    return found, 0.5
 
 
 def not_a_number(history: History) -> Found | None:
     """Find a gradient, or else a loss, that stops being a number."""
     history.first("grad_norm", "loss")
-    # the scaler of fp16 leaves out single steps, and several at the start
-    enough = {"to_end": False, "least": 10} if history.settings.get("fp16") else {"to_end": True}
-    return _nan(history, "grad_norm", **enough) or _nan(history, "loss", **enough)
+    to_end = True
+    least = 3
+    if history.settings.get("fp16"):  # its scaler leaves out single steps, and several at the start
+        to_end = False
+        least = 10
+    gradient = _nan(history, ["grad_norm"], to_end=to_end, least=least)
+    loss = _nan(history, ["loss"], to_end=to_end, least=least)
+    return gradient or loss
+
+
+def gradient_spikes(history: History) -> Found | None:
+    """Find gradients ten times as large as usual, in three updates and in one of a hundred."""
+    steps, values = history["grad_norm"].finite
+    positive = values[values > 0]
+    if len(positive) < 20:
+        return None
+    usual = float(np.quantile(positive, 0.75))
+    spikes = np.flatnonzero(values > 10 * usual)  # recorded runs have at most two such updates
+    for number, index in enumerate(spikes):
+        spikes_left = len(spikes) - number
+        updates_left = len(values) - index
+        if spikes_left >= 3 and spikes_left >= 0.01 * updates_left:
+            evidence = f"above {10 * usual:.3g} in {spikes_left} updates, usually {usual:.3g}"
+            return Found(int(steps[index]), "grad_norm", evidence)
+    return None
 
 
 def steps_left_out(history: History) -> Found | None:
@@ -307,96 +527,50 @@ def steps_left_out(history: History) -> Found | None:
     if "steps/nonfinite" not in history.keys:
         return None
     steps, values = history["steps/nonfinite"]
-    is_rare = values.sum() < 0.01 * history.last_step
-    return None if is_rare else Found(int(steps[0]), "steps/nonfinite", f"{values.sum():.0f} in all")
-
-
-def reward_missing(history: History) -> Found | None:
-    """Find a reward that is NaN, in total or in all functions, or that is no longer logged."""
-    steps = history["reward"].steps
-    if found := _nan(history, "reward") or _nan(history, *_reward_functions(history)):
-        return found
-    usual, missing = np.diff(steps).max(initial=1), history.last_step - steps[-1]
-    is_late = len(steps) > 2 and missing > 4 * usual
-    return Found(int(steps[-1] + usual), "reward", f"not logged for {missing} steps") if is_late else None
-
-
-def _reward_functions(history: History) -> list[str]:
-    return sorted(key for key in history.keys if key.startswith("rewards/") and key.endswith("/mean"))
-
-
-def reward_part_missing(history: History) -> Found | None:
-    """Find a reward function that has never returned a number, beside one that has."""
-    functions = _reward_functions(history)
-    silent = [key for key in functions if not np.isfinite(history[key].values).any()]
-    if not silent or silent == functions or len(history["reward"].steps) < (6 if history.is_over else 50):
-        return None  # it may judge rare prompts only
-    return Found(1, ", ".join(silent), "NaN in each log")
-
-
-def reward_constant(history: History) -> Found | None:
-    """Find a reward that is the same in each log, and in each group if that is logged."""
-    steps, values = history["reward"].finite
-    spread = history["reward_std"].finite.values if "reward_std" in history.keys else np.zeros(len(values) // 3)
-    if not len(values) or np.ptp(values) or spread.any():
+    if values.sum() < 0.01 * history.last_step:
         return None
-    # while it runs, the next group may be the first that is not all wrong
-    is_flat = len(spread) > 0 if history.is_over else len(values) >= (20 if values[0] in (0, 1) else 3)
-    return Found(int(steps[0]), "reward", f"{values[0]:.4g} in {counted(len(values), 'log')}") if is_flat else None
+    return Found(int(steps[0]), "steps/nonfinite", f"{values.sum():.0f} in all")
 
 
 def gradient_zero(history: History) -> Found | None:
     """Find rollouts of which no update has a gradient, unless their answers are right."""
     steps, values = blocks(history, "grad_norm", 1.0)  # recorded runs of GSPO clip everything in some updates
-    bad = values < 1e-8
-    if "reward" in history.keys and len(reward := blocks(history, "reward").values):
-        bad[: len(reward)] &= ~_is_solved(reward)[: len(bad)]
-    where = _lasts(history, bad)
-    return Found(int(steps[where.start]), "grad_norm", "0 in each update") if where else None
-
-
-def gradient_spikes(history: History) -> Found | None:
-    """Find gradients ten times as large as usual, in three updates and in one of a hundred."""
-    steps, values = history["grad_norm"].finite
-    usual = float(np.quantile(values[values > 0], 0.75)) if (values > 0).sum() >= 20 else math.inf
-    places = np.flatnonzero(values > 10 * usual)  # recorded runs have at most two such updates
-    left = np.arange(len(places), 0, -1)
-    often = (left >= 3) & (left >= 0.01 * (len(values) - places))  # from which spike on there are enough
-    if not often.any():
+    is_zero = values < 1e-8
+    if "reward" in history.keys:
+        is_solved = _is_solved(blocks(history, "reward").values)
+        count = min(len(is_solved), len(is_zero))
+        is_zero[:count] &= ~is_solved[:count]
+    where = _lasts(history, is_zero)
+    if where is None:
         return None
-    evidence = f"above {10 * usual:.3g} in {left[often][0]} updates, usually {usual:.3g}"
-    return Found(int(steps[places[often][0]]), "grad_norm", evidence)
-
-
-def reference_never_moves(history: History) -> Found | None:
-    """Find a reference that has not moved, or will not before the run ends."""
-    moved, settings, last = history["ref/refreshes"].finite.values.any(), history.settings, history.last_step
-    every = settings.get("ref_model_sync_steps") or 512  # TRL's default
-    is_short = 0 < (settings.get("max_steps") or 0) <= every and settings.get("ref_model_sync_kl") is None
-    if moved or not (is_short or last > every + 64):  # it waits for a rollout
-        return None
-    return Found(1 if is_short else every, "ref/refreshes", f"0 in {last} steps, with ref_model_sync_steps {every}")
+    return Found(int(steps[where.start]), "grad_norm", "0 in each update")
 
 
 def reference_collapsed(history: History) -> Found | None:
     """Find a reference that has moved after the reward had fallen for good."""
-    moves, (steps, values) = history["ref/refresh_step"].finite.values, _reward(history)
+    moves = history["ref/refresh_step"].finite.values
+    steps, values = _reward(history)
     if len(values) < 12 or _learns(history):
         return None
     level = sixths(values)
     where = stretch(values < (level[0] + level.max()) / 2)
-    if where is None or where.start <= values.argmax() or level.max() - level[0] <= 2 * noise(values):
+    is_small = level.max() - level[0] <= 2 * noise(values)
+    if where is None or where.start <= values.argmax() or is_small:
         return None
     late = moves[moves >= steps[where.start]]
+    if not len(late):
+        return None
     evidence = f"{level.max():.3g} at best, {level[-1]:.3g} at the end, {counted(len(late), 'move')} since it fell"
-    return Found(int(late[0]), "reward", evidence) if len(late) else None
+    return Found(int(late[0]), "reward", evidence)
 
 
 def sampling_truncated(history: History) -> Found | None:
     """Find a `top_p` that is too low."""
     top_p = history.settings["top_p"] or 1
     # docs/evidence.md: 12 % of the gradient is bias at 0.8, and 0.7 costs 8 points of accuracy, with the mask too
-    return Found(1, "", f"top_p {top_p:g}") if top_p < 0.9 else None
+    if top_p >= 0.9:
+        return None
+    return Found(1, "", f"top_p {top_p:g}")
 
 
 def generation_slow(history: History) -> Found | None:
@@ -404,8 +578,11 @@ def generation_slow(history: History) -> Found | None:
     history.first("time/update")
     steps, seconds = history["time/generation"].finite
     total = np.zeros(len(steps) + 1)
-    for phase in (history[key].finite for key in history.keys if key.startswith("time/")):
-        np.add.at(total, np.searchsorted(steps, phase.steps, "right"), phase.values)
+    for key in history.keys:
+        if key.startswith("time/"):
+            phase = history[key].finite
+            rollout = np.searchsorted(steps, phase.steps, "right")
+            np.add.at(total, rollout, phase.values)
     shares = seconds / np.maximum(total[1:], 1e-12)
     where = stretch(shares > 0.8, least=8)  # verl's runs have 0.45 to 0.7
     if where is None:
@@ -415,5 +592,34 @@ def generation_slow(history: History) -> Found | None:
 
 def padding_computed(history: History) -> Found | None:
     """Find batches that are mostly padding, where nothing trims it."""
-    share, is_trimmed = np.median(history["padding/share"].finite.values), history.settings["trim_padding"]
-    return Found(1, "padding/share", f"{share:.0%}") if share > 0.5 and not is_trimmed else None
+    share = np.median(history["padding/share"].finite.values)
+    if history.settings["trim_padding"] or not share > 0.5:
+        return None
+    return Found(1, "padding/share", f"{share:.0%}")
+
+
+# Helpers about a series.
+
+
+def _lasts(history: History, bad: np.ndarray, *, to_end: bool = False, least: int = 3) -> slice | None:
+    """Return the stretch of bad values. If the run is over, one is enough if all are bad, or (`to_end`) the last."""
+    good = np.flatnonzero(~bad)
+    start = int(good[-1]) + 1 if len(good) else 0
+    if history.is_over and start < len(bad) and (to_end or start == 0):
+        return slice(start, len(bad))
+    return stretch(bad, least)
+
+
+def _nan(history: History, keys: Sequence[str], *, to_end: bool = False, least: int = 3) -> Found | None:
+    """Find metrics that stop being numbers, all of those that were logged. `_lasts` has the other arguments."""
+    known = [key for key in keys if key in history.keys]
+    since: list[int] = []
+    for key in known:
+        steps, values = history[key]
+        where = _lasts(history, ~np.isfinite(values), to_end=to_end, least=least)
+        if where is None:
+            return None
+        since.append(int(steps[where.start]))
+    if not since:
+        return None
+    return Found(max(since), ", ".join(known), "NaN")

@@ -12,8 +12,12 @@ HEALTHY_TREND = 2.6  # z-score that a series without a trend exceeds once in 200
 def blocks(history: History, key: str, quantile: float = 0.5) -> Series:
     """Return a quantile for each rollout, or for each of at most 200 longer stretches."""
     steps, values = history[key]
-    steps, values = steps[~np.isnan(values)], np.clip(values[~np.isnan(values)], -1e30, 1e30)
-    rollouts = len(history["reward"].steps) if "reward" in history.keys else len(values)
+    is_number = ~np.isnan(values)
+    steps = steps[is_number]
+    values = np.clip(values[is_number], -1e30, 1e30)
+    rollouts = len(values)
+    if "reward" in history.keys:
+        rollouts = len(history["reward"].steps)
     size = max(round(len(values) / max(rollouts, 1)), math.ceil(len(values) / 200), 1)
     rows = values[: len(values) // size * size].reshape(-1, size)
     method = "lower" if quantile < 0.5 else "higher"
@@ -28,7 +32,18 @@ def stretch(bad: np.ndarray, least: int = 3) -> slice | None:
     sums = np.concatenate([[0.0], np.cumsum(bad - 0.7)])
     start = int(np.argmin(sums))
     end = start + int(np.argmax(sums[start:]))
-    return slice(start, end) if sums[-1] - sums[start] >= 0.3 * least - 0.05 else None
+    if sums[-1] - sums[start] < 0.3 * least - 0.05:
+        return None
+    return slice(start, end)
+
+
+def running_median(values: np.ndarray) -> np.ndarray:
+    """Return the median of each value and of its neighbours: a twelfth of the series on each side."""
+    wide = max(len(values) // 12, 1)
+    medians = np.empty(len(values))
+    for index in range(len(values)):
+        medians[index] = np.median(values[max(index - wide, 0) : index + wide + 1])
+    return medians
 
 
 def sixths(values: np.ndarray) -> np.ndarray:

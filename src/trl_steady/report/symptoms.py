@@ -47,34 +47,44 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         since = f"since step {self.since}: " if self.since else ""
-        said = f"{self.symptom.what} ({since}{self.evidence})"
+        what = f"{self.symptom.what} ({since}{self.evidence})"
         if self.passed is not None:
-            return f"passed at step {self.passed}: {said}"
-        return f"so also: {said}" if self.cause else f"{self.symptom.level}: {said}. {self.advice}"
+            return f"passed at step {self.passed}: {what}"
+        if self.cause:
+            return f"so also: {what}"
+        return f"{self.symptom.level}: {what}. {self.advice}"
 
 
 _TEXTS = ("level", "what", "advice", "page", "explains", "hides")
 
 
-def _symptom(name: str, table: dict[str, Any]) -> Symptom:
+def _symptom(name: str, table: Mapping[str, Any]) -> Symptom:
     """Return a symptom of symptoms.toml. Without a sign there, its function has the name of the symptom."""
-    sign = {key: value for key, value in table.items() if key not in _TEXTS} or {name.replace("-", "_"): {}}
+    sign: dict[str, dict[str, Any]] = {key: value for key, value in table.items() if key not in _TEXTS}
+    if not sign:
+        sign = {name.replace("-", "_"): {}}
     [(function, arguments)] = sign.items()
     texts: dict[str, Any] = {key: table.get(key, ()) for key in _TEXTS}
     return Symptom(name=name, find=partial(getattr(signs, function), **arguments), **texts)
 
 
-SYMPTOMS: tuple[Symptom, ...] = tuple(
-    _symptom(*each) for each in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
-)
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+SYMPTOMS: tuple[Symptom, ...] = tuple(_symptom(name, table) for name, table in _TABLES.items())
 
 
 def _advice(symptom: Symptom, settings: Mapping[str, Any]) -> str:
     """Return the sentences of the advice that make sense with these settings."""
-    known = {f"{name}={value}" for name, value in settings.items()}
-    known |= {name if value else f"not {name}" for name, value in settings.items()}
-    sentences = ([each] if isinstance(each, str) else each for each in symptom.advice)
-    return " ".join(sentence for sentence, *conditions in sentences if not known & {*conditions})
+    conditions: set[str] = set()
+    for name, value in settings.items():
+        conditions.add(f"{name}={value}")
+        conditions.add(name if value else f"not {name}")
+    sentences: list[str] = []
+    for entry in symptom.advice:
+        if isinstance(entry, str):
+            sentences.append(entry)
+        elif conditions.isdisjoint(entry[1:]):
+            sentences.append(entry[0])
+    return " ".join(sentences)
 
 
 def look(history: History) -> tuple[dict[str, Finding], dict[str, str]]:
@@ -88,13 +98,17 @@ def look(history: History) -> tuple[dict[str, Finding], dict[str, str]]:
             missing[symptom.name] = error.args[0]
             continue
         if found is not None:
-            evidence, advice = f"{found.metric} {found.evidence}".strip(), _advice(symptom, history.settings)
+            evidence = f"{found.metric} {found.evidence}".strip()
+            advice = _advice(symptom, history.settings)
             findings[symptom.name] = Finding(symptom, found.since, found.metric, evidence, advice)
-    hidden = {name for finding in findings.values() for name in finding.symptom.hides}
-    findings = {name: finding for name, finding in findings.items() if name not in hidden}
+    for finding in list(findings.values()):
+        for name in finding.symptom.hides:
+            findings.pop(name, None)
     for name, finding in findings.items():
-        if not finding.cause:
-            for effect in {*finding.symptom.explains} & findings.keys() - {name}:
+        if finding.cause:
+            continue
+        for effect in finding.symptom.explains:
+            if effect in findings and effect != name:
                 findings[effect] = findings[effect]._replace(cause=name)
     return findings, missing
 
@@ -106,19 +120,28 @@ def diagnose(history: History) -> tuple[list[Finding], dict[str, str]]:
     at the log would have found while the run trained, and that have passed.
     """
     findings, missing = look(history)
+    told = {*findings}
+    for finding in findings.values():
+        told.update(finding.symptom.explains)
+        told.update(finding.symptom.hides)
     passed: dict[str, Finding] = {}
-    explained = {name for each in findings.values() for name in (*each.symptom.explains, *each.symptom.hides)}
     step = 1
     while step < history.last_step:  # as features/training_report.py looks
         following = step + 1 + step // 20
-        found = look(history.until(step))[0]
-        for name in found.keys() - findings.keys() - explained:
-            passed[name] = found[name]._replace(passed=min(following, history.last_step), cause="")
+        early, _ = look(history.until(step))
+        for name, finding in early.items():
+            if name not in told:
+                passed[name] = finding._replace(passed=min(following, history.last_step), cause="")
         step = following
     ranked = sorted(findings.values(), key=_rank)
-    heads = [each for each in ranked if not each.cause]
-    said = [each for head in heads for each in (head, *(one for one in ranked if one.cause == head.symptom.name))]
-    return [*said, *sorted(passed.values(), key=_rank)], missing
+    ordered: list[Finding] = []
+    for head in ranked:
+        if head.cause:
+            continue
+        ordered.append(head)
+        ordered += [effect for effect in ranked if effect.cause == head.symptom.name]
+    ordered += sorted(passed.values(), key=_rank)
+    return ordered, missing
 
 
 def _rank(finding: Finding) -> tuple[int, int]:
@@ -127,8 +150,20 @@ def _rank(finding: Finding) -> tuple[int, int]:
 
 def verdict(findings: Sequence[Finding]) -> str:
     """Return what a run shows, with a line for each symptom."""
-    said = [each for each in findings if each.symptom.level != "note"]
-    count = sum(not each.cause and each.passed is None for each in said)
-    notes = [f"{each.evidence}: {each.symptom.what}" for each in findings if each.symptom.level == "note"]
-    first = notes[0] if notes and not count else f"symptoms: {count}"
-    return "\n".join([first, *(f"{'    ' if each.cause else '  '}{each}" for each in said)])
+    heads = 0
+    notes: list[str] = []
+    lines: list[str] = []
+    for finding in findings:
+        if finding.symptom.level == "note":
+            notes.append(f"{finding.evidence}: {finding.symptom.what}")
+            continue
+        if finding.cause:
+            lines.append(f"    {finding}")
+            continue
+        lines.append(f"  {finding}")
+        if finding.passed is None:
+            heads += 1
+    first = f"symptoms: {heads}"
+    if notes and not heads:
+        first = notes[0]
+    return "\n".join([first, *lines])
