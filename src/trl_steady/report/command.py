@@ -43,20 +43,27 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
             refuse(str(error))
         diagnoses = {path: diagnose(run) for path, run in runs.items()}
         if asked.json:
-            print(json.dumps({path: _plain(*each) for path, each in diagnoses.items()}, indent=1), flush=True)
+            plain = {path: _plain(findings, missing) for path, (findings, missing) in diagnoses.items()}
+            print(json.dumps(plain, indent=1), flush=True)
         else:
-            for path, each in diagnoses.items():
-                print(f"{path}, {counted(runs[path].last_step, 'step')}: {verdict(each[0])}", flush=True)
+            for path, (findings, _) in diagnoses.items():
+                print(f"{path}, {counted(runs[path].last_step, 'step')}: {verdict(findings)}", flush=True)
             _write(runs, asked.output, together=bool(asked.compare))
         if not asked.watch:
-            shown = [finding for findings, _ in diagnoses.values() for finding in findings if finding.passed is None]
-            found = {finding.symptom.level for finding in shown}
-            return int(asked.fail_on in found or (asked.fail_on == "warning" and "critical" in found))
+            break
         shown = last_steps = [run.last_step for run in runs.values()]
         while last_steps == shown:
             time.sleep(_WAIT)
             with contextlib.suppress(OSError, ValueError):  # a checkpoint that is being written or deleted
                 last_steps = [History.read(path).last_step for path in paths]
+    if asked.fail_on is None:
+        return 0
+    failing = _LEVELS[_LEVELS.index(asked.fail_on) :]
+    for findings, _ in diagnoses.values():
+        for finding in findings:
+            if finding.passed is None and finding.symptom.level in failing:
+                return 1
+    return 0
 
 
 def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) -> None:
@@ -72,18 +79,30 @@ def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) 
         print(file, flush=True)
         return
     for path, run in runs.items():
-        file = output or (Path(path) if Path(path).is_dir() else Path(path).parent) / "report.html"
+        folder = Path(path)
+        if not folder.is_dir():
+            folder = folder.parent
+        file = output or folder / "report.html"
         write(file, path, run)
         print(file, flush=True)
 
 
 def _plain(findings: Sequence[Finding], missing: Mapping[str, str]) -> dict[str, object]:
-    fields = ("name", "level", "what", "page")
-    return {
-        "findings": [
-            {name: getattr(finding.symptom, name) for name in fields}
-            | {key: getattr(finding, key) for key in ("since", "evidence", "advice", "cause", "passed")}
-            for finding in findings
-        ],
-        "skipped": [{"name": name, "missing": metric} for name, metric in missing.items()],
-    }
+    """Return a diagnosis for JSON."""
+    found: list[dict[str, object]] = []
+    for finding in findings:
+        found.append(
+            {
+                "name": finding.symptom.name,
+                "level": finding.symptom.level,
+                "what": finding.symptom.what,
+                "page": finding.symptom.page,
+                "since": finding.since,
+                "evidence": finding.evidence,
+                "advice": finding.advice,
+                "cause": finding.cause,
+                "passed": finding.passed,
+            }
+        )
+    skipped = [{"name": name, "missing": metric} for name, metric in missing.items()]
+    return {"findings": found, "skipped": skipped}

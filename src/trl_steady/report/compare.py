@@ -28,12 +28,16 @@ def interval(gains: np.ndarray) -> tuple[float, float]:
 
 def by_name(runs: Mapping[str, History]) -> dict[str, dict[int, History]]:
     """Return name -> seed -> run, from path -> run. A path that ends with `seed3` is the run with seed 3 of a name."""
-    found: dict[str, dict[int, History]] = {}
+    named: dict[str, dict[int, History]] = {}
     for path, run in runs.items():
+        name = path
+        seed = 0
         match = re.fullmatch(r"(.*?)[-_./ ]*seed[-_ ]?(\d+)(?:\.json)?/*", path)
-        name, seed = (match[1], int(match[2])) if match and int(match[2]) not in found.get(match[1], {}) else (path, 0)
-        found.setdefault(name, {})[seed] = run
-    return found
+        if match and int(match[2]) not in named.get(match[1], {}):
+            name = match[1]
+            seed = int(match[2])
+        named.setdefault(name, {})[seed] = run
+    return named
 
 
 def compared(runs: Mapping[str, Mapping[int, History]]) -> tuple[str, dict[str, Comparison]]:
@@ -43,19 +47,33 @@ def compared(runs: Mapping[str, Mapping[int, History]]) -> tuple[str, dict[str, 
         The metric of the endpoint, which all runs have logged, and the comparisons by name. The endpoint is the mean
         of the last sixth of a run. Without a common metric, both are empty.
     """
-    everyone = [run for seeds in runs.values() for run in seeds.values()]
-    shared = (key for key in _ENDPOINTS if all(key in run.keys and len(run[key].finite.values) for run in everyone))
-    if (figure := next(shared, None)) is None:
+    endpoint = _common_endpoint(runs)
+    if not endpoint:
         return "", {}
-    ends = {
-        name: {seed: _end(run[figure].finite.values) for seed, run in seeds.items()} for name, seeds in runs.items()
-    }
-    first, found = next(iter(ends)), dict[str, Comparison]()
-    for name, of in ends.items():
-        both = sorted(of.keys() & ends[first].keys()) if name != first else ()
-        gains = np.array([of[seed] - ends[first][seed] for seed in both])
-        found[name] = Comparison(len(of), float(np.mean(list(of.values()))), gains)
-    return figure, found
+    ends: dict[str, dict[int, float]] = {}
+    for name, seeds in runs.items():
+        ends[name] = {seed: _end(run[endpoint].finite.values) for seed, run in seeds.items()}
+    baseline = next(iter(ends))
+    comparisons: dict[str, Comparison] = {}
+    for name, by_seed in ends.items():
+        gains: list[float] = []
+        if name != baseline:
+            for seed in sorted(by_seed.keys() & ends[baseline].keys()):
+                gains.append(by_seed[seed] - ends[baseline][seed])
+        mean = float(np.mean(list(by_seed.values())))
+        comparisons[name] = Comparison(len(by_seed), mean, np.array(gains))
+    return endpoint, comparisons
+
+
+def _common_endpoint(runs: Mapping[str, Mapping[int, History]]) -> str:
+    """Return the first endpoint that all runs have logged, or ""."""
+    for key in _ENDPOINTS:
+        counts: list[int] = []
+        for seeds in runs.values():
+            counts += [len(run.finite_values(key)) for run in seeds.values()]
+        if all(counts):
+            return key
+    return ""
 
 
 def _end(values: np.ndarray) -> float:

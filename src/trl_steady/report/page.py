@@ -21,36 +21,39 @@ _Html = str
 def write(file: Path, name: str, history: History) -> None:
     """Write the report of a run. It replaces `file` at once."""
     findings, missing = diagnose(history)
-    settings = [(option, json.dumps(value)) for option, value in history.settings.items()]
+    about = counted(history.last_step, "optimizer step")
     versions = [f"{package} {number}" for package, number in history.run.get("versions", {}).items()]
-    about = ". ".join(filter(None, (counted(history.last_step, "optimizer step"), ", ".join(versions))))
+    if versions:
+        about = f"{about}. {', '.join(versions)}"
+    missing_title = f"Not looked for, because the log lacks a metric: {len(missing)}"
     sections = [
         f"<h1>{_text(name)}</h1><p class=soft>{_text(about)}</p>",
         _cards(findings),
-        _folded(
-            f"Not looked for, because the log lacks a metric: {len(missing)}",
-            _table(("symptom", "metric"), missing.items()),
-        ),
-        _folded(f"Settings: {len(settings)}", _table(("option", "value"), settings)) if settings else "",
-        _gallery(pictures({name: [history]}, findings)),
-        _answers(history.run.get("answers", ())),
+        _folded(missing_title, _table(("symptom", "metric"), missing.items())),
     ]
+    settings = [(option, json.dumps(value)) for option, value in history.settings.items()]
+    if settings:
+        sections.append(_folded(f"Settings: {len(settings)}", _table(("option", "value"), settings)))
+    sections.append(_gallery(pictures({name: [history]}, findings)))
+    sections.append(_answers(history.run.get("answers", ())))
     _save(file, name, sections)
 
 
 def write_comparison(file: Path, histories: Mapping[str, History]) -> None:
     """Write the report of several runs, by path, beside each other."""
     runs = by_name(histories)
-    figure, found = compared(runs)
-    sections = [
-        f"<h1>{_text(' / '.join(runs))}</h1>",
-        _comparisons(figure, found) if found else "",
-        _gallery(pictures({name: list(seeds.values()) for name, seeds in runs.items()})),
-        "<h2>Symptoms</h2>",
-    ]
+    title = " / ".join(runs)
+    endpoint, comparisons = compared(runs)
+    sections = [f"<h1>{_text(title)}</h1>"]
+    if comparisons:
+        sections.append(_comparisons(endpoint, comparisons))
+    seeds_by_name = {name: list(seeds.values()) for name, seeds in runs.items()}
+    sections.append(_gallery(pictures(seeds_by_name)))
+    sections.append("<h2>Symptoms</h2>")
     for path, history in histories.items():
-        sections.append(f"<h3>{_text(path)}</h3>{_cards(diagnose(history)[0])}")
-    _save(file, " / ".join(runs), sections)
+        findings, _ = diagnose(history)
+        sections.append(f"<h3>{_text(path)}</h3>{_cards(findings)}")
+    _save(file, title, sections)
 
 
 def _save(file: Path, title: str, sections: Sequence[_Html]) -> None:
@@ -65,11 +68,21 @@ def _text(value: object) -> _Html:
 
 def _cards(findings: Sequence[Finding]) -> _Html:
     """Return a card for each symptom, with those that follow from it inside, and then those that have passed."""
-    cards, passed = list[_Html](), "".join(f"<p class=soft>{_text(each)}</p>" for each in findings if each.passed)
-    for head in (finding for finding in findings if not finding.cause and not finding.passed):
-        effects = (f"<p class=soft>{_text(each)}</p>" for each in findings if each.cause == head.symptom.name)
-        cards.append(_card(head, "".join(effects)))
-    return "".join(cards or ["<div class='card steady'>No symptom was found.</div>"]) + passed
+    cards: list[_Html] = []
+    passed: list[_Html] = []
+    for finding in findings:
+        if finding.passed:
+            passed.append(_soft(finding))
+        elif not finding.cause:
+            effects = [_soft(effect) for effect in findings if effect.cause == finding.symptom.name]
+            cards.append(_card(finding, "".join(effects)))
+    if not cards:
+        cards.append("<div class='card steady'>No symptom was found.</div>")
+    return "".join(cards + passed)
+
+
+def _soft(text: object) -> _Html:
+    return f"<p class=soft>{_text(text)}</p>"
 
 
 def _card(finding: Finding, effects: _Html) -> _Html:
@@ -78,18 +91,26 @@ def _card(finding: Finding, effects: _Html) -> _Html:
     more = _folded("What follows from it", effects) if effects else ""
     return (
         f"<div class='card {symptom.level}'><p><b>{symptom.level}</b>: {_text(symptom.what)}{since}.</p>"
-        f"<p class=soft>{_text(finding.evidence)}</p><p>{_text(finding.advice)}</p>{more}"
+        f"{_soft(finding.evidence)}<p>{_text(finding.advice)}</p>{more}"
         f"<p class=soft>{_link(symptom.page)}</p></div>"
     )
 
 
 def _link(page: str) -> _Html:
     """Return a link to a section of the site, or of the docs of a checkout, as far as one is known."""
-    (name, anchor), urls = page.split("#"), metadata("trl-steady").get_all("Project-URL", [])
+    name, anchor = page.split("#")
+    for url in metadata("trl-steady").get_all("Project-URL", []):
+        kind, _, site = url.partition(", ")
+        if kind == "Documentation":
+            return _anchor(f"{site.rstrip('/')}/{name.removesuffix('.md')}/#{anchor}", page)
     file = Path(__file__).parents[3] / "docs" / name
-    sites = [url.split(", ")[1].rstrip("/") for url in urls if url.startswith("Documentation, ")]
-    links = [f"{site}/{name.removesuffix('.md')}/" for site in sites] + [file.as_uri()] * file.is_file()
-    return f"<a href='{_text(links[0])}#{_text(anchor)}'>{_text(page)}</a>" if links else f"docs/{_text(page)}"
+    if file.is_file():
+        return _anchor(f"{file.as_uri()}#{anchor}", page)
+    return f"docs/{_text(page)}"
+
+
+def _anchor(address: str, text: str) -> _Html:
+    return f"<a href='{_text(address)}'>{_text(text)}</a>"
 
 
 def _folded(title: str, content: _Html) -> _Html:
@@ -97,47 +118,66 @@ def _folded(title: str, content: _Html) -> _Html:
 
 
 def _gallery(drawn: Iterable[tuple[str, str]]) -> _Html:
-    figures = (f"<figure class=card><h3>{_text(title)}</h3>{svg}</figure>" for title, svg in drawn)
+    figures = [f"<figure class=card><h3>{_text(title)}</h3>{svg}</figure>" for title, svg in drawn]
     return f"<div class=grid>{''.join(figures)}</div>"
 
 
 def _table(headings: Sequence[str], rows: Iterable[Iterable[object]]) -> _Html:
-    head = "".join(f"<th>{_text(heading)}</th>" for heading in headings)
-    body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>"
+    lines = [_row("th", headings)]
+    for row in rows:
+        lines.append(_row("td", row))
+    return f"<div class=scroll><table>{''.join(lines)}</table></div>"
 
 
-def _comparisons(figure: str, found: Mapping[str, Comparison]) -> _Html:
+def _row(kind: str, cells: Iterable[object]) -> _Html:
+    texts = [f"<{kind}>{_text(cell)}</{kind}>" for cell in cells]
+    return f"<tr>{''.join(texts)}</tr>"
+
+
+def _comparisons(endpoint: str, comparisons: Mapping[str, Comparison]) -> _Html:
     rows: list[tuple[object, ...]] = []
-    for name, (seeds, mean, gains) in found.items():
-        difference = f"{gains.mean():+.4g}" if len(gains) else ""
-        bounds = "{:+.4g} to {:+.4g}".format(*interval(gains)) if len(gains) > 1 else ""
+    for name, (seeds, mean, gains) in comparisons.items():
+        difference = ""
+        bounds = ""
+        if len(gains):
+            difference = f"{gains.mean():+.4g}"
+        if len(gains) > 1:
+            low, high = interval(gains)
+            bounds = f"{low:+.4g} to {high:+.4g}"
         rows.append((name, seeds, f"{mean:.4g}", difference, bounds))
-    headings = ("run", "seeds", f"{figure}, last sixth", f"minus {next(iter(found))}", "95 % interval")
-    note = "<p class=soft>Differences are paired by seed. The interval is a bootstrap over seeds.</p>"
+    baseline = next(iter(comparisons))
+    headings = ("run", "seeds", f"{endpoint}, last sixth", f"minus {baseline}", "95 % interval")
+    note = _soft("Differences are paired by seed. The interval is a bootstrap over seeds.")
     return f"<h2>At the end</h2>{_table(headings, rows)}{note}"
 
 
 def _answers(rollouts: Sequence[Mapping[str, Any]]) -> _Html:
-    steps = [_folded(f"Step {one['step']}", "".join(map(_group, one["groups"]))) for one in reversed(rollouts)]
-    return f"<h2>Answers</h2>{''.join(steps)}" if steps else ""
+    if not rollouts:
+        return ""
+    steps: list[_Html] = []
+    for rollout in reversed(rollouts):
+        groups = [_group(group) for group in rollout["groups"]]
+        steps.append(_folded(f"Step {rollout['step']}", "".join(groups)))
+    return f"<h2>Answers</h2>{''.join(steps)}"
 
 
 def _group(group: Mapping[str, Any]) -> _Html:
-    answers = "".join(
-        f"<p class=soft>{_text(answer['place'])}, reward {answer['reward']:.4g}</p><pre>{_coloured(answer)}</pre>"
-        for answer in group["answers"]
-    )
-    return f"<div class=card><pre>{_text(group['prompt'])}</pre>{answers}</div>"
+    answers: list[_Html] = []
+    for answer in group["answers"]:
+        about = _soft(f"{answer['place']}, reward {answer['reward']:.4g}")
+        answers.append(f"{about}<pre>{_coloured(answer)}</pre>")
+    return f"<div class=card><pre>{_text(group['prompt'])}</pre>{''.join(answers)}</div>"
 
 
 def _coloured(answer: Mapping[str, Any]) -> _Html:
-    tokens = answer.get("tokens")
+    """Return an answer with its tokens coloured by advantage, if it has one for each token."""
+    tokens: Sequence[tuple[str, float]] | None = answer.get("tokens")
     if not tokens:
         return _text(answer["text"])
     largest = max(abs(advantage) for _, advantage in tokens) or 1.0
-    return "".join(
-        f"<span title='advantage {advantage:.3g}' style='--share:{round(70 * abs(advantage) / largest)}%'"
-        f"{' class=below' * (advantage < 0)}>{_text(token)}</span>"
-        for token, advantage in tokens
-    )
+    spans: list[_Html] = []
+    for token, advantage in tokens:
+        share = round(70 * abs(advantage) / largest)
+        kind = " class=below" if advantage < 0 else ""
+        spans.append(f"<span title='advantage {advantage:.3g}' style='--share:{share}%'{kind}>{_text(token)}</span>")
+    return "".join(spans)
