@@ -7,12 +7,19 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from trl_steady.rewards.pictures import colour, largest_advantage
+_GREEN = (34, 139, 34)
+_RED = (205, 45, 45)
+
+
+def colour(share: float) -> list[int]:
+    """Return the RGB colour of a share of the largest advantage: white at 0, green at 1, red at -1."""
+    hue = _GREEN if share > 0 else _RED
+    return [round(255 + (part - 255) * 0.75 * min(abs(share), 1.0)) for part in hue]
 
 
 def advantages_png(completions: Sequence[Sequence[tuple[str, float]]], path: str | Path, *, columns: int = 90) -> None:
     """Save a picture of a few completions, as `trainer.last_step_advantages` has them, with `columns` per line."""
-    largest = largest_advantage(completions)
+    largest = max((abs(value) for completion in completions for _, value in completion), default=0.0) or 1.0
     pieces: list[tuple[int, int, str, float]] = []  # line, column, text, advantage
     line = 0
     for completion in completions:
@@ -32,7 +39,7 @@ def advantages_png(completions: Sequence[Sequence[tuple[str, float]]], path: str
     figure = Figure(figsize=(0.095 * columns + 0.4, 0.21 * (line + 2)))
     FigureCanvasAgg(figure)
     axis = figure.add_axes((0, 0, 1, 1))
-    colours = [[(255, 255, 255)] * columns for _ in range(line + 1)]
+    colours = [[colour(0.0)] * columns for _ in range(line + 1)]
     for row, column, text, value in pieces:
         colours[row][column : column + len(text)] = [colour(value / largest)] * len(text)
     axis.imshow(colours, extent=(0, columns, line + 1, 0), aspect="auto", interpolation="nearest")

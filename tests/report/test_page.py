@@ -207,6 +207,22 @@ def test_answers_take_at_most_a_megabyte_and_the_oldest_go_first() -> None:
     assert len(json.dumps(kept)) <= MOST_BYTES
 
 
+def test_an_answer_shows_every_token_in_the_colour_of_its_advantage(tmp_path: Path) -> None:
+    tokens = [("2 + 2\n", 0.5), ("<b>", -1.0), ("", 0.25), ("日本", 0.0)]
+    answer = {"place": "best", "reward": 1.0, "text": "", "tokens": tokens}
+    rollout = {"step": 4, "groups": [{"prompt": "?", "answers": [answer]}]}
+    html = page(tmp_path, history(healthy(0, 8), answers=[rollout]))
+    spans = re.findall(
+        r"<span title='advantage ([^']+)' style='--share:(\d+)%'( class=below)?>(.*?)</span>", html, re.DOTALL
+    )
+    assert [(float(advantage), int(share), bool(below), text) for advantage, share, below, text in spans] == [
+        (0.5, 35, False, "2 + 2\n"),
+        (-1.0, 70, True, "&lt;b&gt;"),
+        (0.25, 18, False, ""),
+        (0.0, 0, False, "日本"),
+    ]
+
+
 # comparisons
 
 

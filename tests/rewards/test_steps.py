@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import html
 import inspect
 import math
 import re
@@ -118,19 +117,3 @@ def test_scores_that_do_not_fit_are_refused(scores: list[list[float]]) -> None:
     reward = rewards.scored_steps(lambda **_: scores, rewards.by_regex(r"\n"), name="judge")
     with pytest.raises(ValueError, match=r"shorter|2 values and 1 ends"):
         reward(prompts=["p", "q"], completions=["a\nb", "c"])
-
-
-COMPLETIONS = [[("2 + 2\n", 0.5), ("<b>", -1.0), ("", 0.25)], [("日本", 0.0)]]
-
-
-def test_a_page_shows_every_token_in_the_colour_of_its_advantage() -> None:
-    page = rewards.advantages_html(COMPLETIONS)
-    spans = re.findall(r'<span style="background:rgb\(([\d, ]+)\)" title="([^"]+)">(.*?)</span>', page, re.DOTALL)
-    shown = [html.unescape(text) for *_, text in spans]
-    assert shown == ["2 + 2↵\n", "<b>", "∅", "日本"]
-    assert [float(title) for _, title, _ in spans] == [0.5, -1.0, 0.25, 0.0]
-    colours = [tuple(map(int, colour.split(", "))) for colour, *_ in spans]
-    (r_up, g_up, _), (r_down, g_down, _), (r_little, g_little, _), nothing = colours
-    assert g_up > r_up and r_down > g_down and g_little > r_little and nothing == (255, 255, 255)
-    assert r_up < r_little  # more of it, a deeper colour
-    assert page.count("<pre>") == 2

@@ -1,6 +1,5 @@
 """Rewards for the steps of a completion: the values that a reward function may return, and tools to make them."""
 
-from trl_steady.rewards.pictures import advantages_html
 from trl_steady.rewards.scoring import scored_steps
 from trl_steady.rewards.splitters import Splitter, Steps, by_blank_line, by_regex, by_turn
 from trl_steady.rewards.steps import StepRewards
@@ -9,7 +8,6 @@ __all__ = [
     "Splitter",
     "StepRewards",
     "Steps",
-    "advantages_html",
     "by_blank_line",
     "by_regex",
     "by_turn",

@@ -32,19 +32,26 @@ def scored_steps(
 
     def ask(completions: Sequence[Any], columns: dict[str, Any]) -> tuple[list[Steps], Any]:
         split = [splitter(completion) for completion in completions]
-        steps = [list(each.texts) for each in split]
-        return split, scorer(**{**columns, "completions": completions, "steps": steps})
+        texts = [list(steps.texts) for steps in split]
+        arguments = {**columns, "completions": completions, "steps": texts}
+        return split, scorer(**arguments)
 
     def fit(split: list[Steps], scores: Iterable[Sequence[float] | None]) -> Rewards:
-        pairs = zip(split, scores, strict=True)
-        return [None if values is None else steps.rewards(values) for steps, values in pairs]
+        rewards: Rewards = []
+        for steps, values in zip(split, scores, strict=True):
+            if values is None:
+                rewards.append(None)
+            else:
+                rewards.append(steps.rewards(values))
+        return rewards
 
     async def later(completions: Sequence[Any], **columns: Any) -> Rewards:
         split, scores = ask(completions, columns)
         return fit(split, await scores)
 
     def now(completions: Sequence[Any], **columns: Any) -> Rewards:
-        return fit(*ask(completions, columns))
+        split, scores = ask(completions, columns)
+        return fit(split, scores)
 
     is_async = inspect.iscoroutinefunction(scorer) or inspect.iscoroutinefunction(type(scorer).__call__)
     reward = later if is_async else now

@@ -6,7 +6,6 @@ A splitter takes a completion in the form that reward functions get, and returns
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from trl_steady.rewards.steps import StepRewards
@@ -56,13 +55,18 @@ def by_regex(pattern: str | re.Pattern[str]) -> Splitter:
 
     def split(completion: str | Conversation) -> Steps:
         text = _content(completion)
-        ends: list[int] = []
         matches = [match.end() for match in compiled.finditer(text)]
-        for end in (*matches, len(text)):
-            if text[ends[-1] if ends else 0 : end].strip():  # a blank piece goes to the next step
+        texts: list[str] = []
+        ends: list[int] = []
+        start = 0
+        for end in [*matches, len(text)]:
+            step = text[start:end]
+            if step.strip():  # a blank piece goes to the next step
+                texts.append(step)
                 ends.append(end)
+                start = end
         closed = bool(ends) and ends[-1] in matches
-        return Steps([text[start:end] for start, end in pairwise((0, *ends))], ends, closed)
+        return Steps(texts, ends, closed)
 
     return split
 
@@ -89,7 +93,8 @@ def by_turn() -> Splitter:
     """
 
     def split(completion: Conversation) -> Steps:
-        return Steps([message_text(m) for m in completion if m["role"] == "assistant"], None)
+        texts = [message_text(message) for message in completion if message["role"] == "assistant"]
+        return Steps(texts, None)
 
     return split
 
@@ -106,4 +111,6 @@ def _content(completion: str | Conversation) -> str:
 def message_text(message: Mapping[str, Any]) -> str:
     """Return the text of a message: its content, or the joined texts in it."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(block.get("text", "") for block in content)
+    if isinstance(content, str):
+        return content
+    return "".join(block.get("text", "") for block in content)

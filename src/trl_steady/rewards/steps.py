@@ -4,7 +4,6 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class StepRewards:
         return cls(values, range(1, len(values) + 1), unit="turns")
 
     def __post_init__(self) -> None:
-        values, ends = tuple(map(float, self.values)), tuple(map(operator.index, self.ends))
+        values = tuple(map(float, self.values))
+        ends = tuple(map(operator.index, self.ends))
         if self.unit not in ("characters", "tokens", "turns"):
             raise ValueError(f"StepRewards has unit={self.unit!r}. Use StepRewards.at_tokens or StepRewards.per_turn.")
         if len(values) != len(ends):
@@ -78,8 +78,11 @@ class StepRewards:
                 f"StepRewards has values={values}. Give finite numbers, and 0 for a step that earns nothing. For a "
                 "completion without a reward return None."
             )
-        if any(end <= before for before, end in pairwise((0, *ends))):
-            raise ValueError(f"StepRewards has ends={ends}. Give exclusive ends that increase from 1 or more.")
+        before = 0
+        for end in ends:
+            if end <= before:
+                raise ValueError(f"StepRewards has ends={ends}. Give exclusive ends that increase from 1 or more.")
+            before = end
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "ends", ends)
 
