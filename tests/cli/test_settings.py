@@ -7,7 +7,7 @@ import pytest
 import trl_steady
 from tests.cli import tools as own_scripts
 from tests.cli.tools import IMPORTS, Scripts
-from trl_steady.cli import options
+from trl_steady.cli import settings as options
 from trl_steady.cli.run import swapped
 
 scripts = own_scripts.scripts

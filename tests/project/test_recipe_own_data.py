@@ -86,7 +86,13 @@ def test_qlora_with_a_moving_reference_needs_no_script(
     """The command of docs/launcher.md, on a model of two layers."""
     pytest.importorskip("matplotlib", reason="needs the recipes extra")
     built: list[Any] = []
-    monkeypatch.setattr(SteadyTrainer, "when_built", [built.append])
+    build = SteadyTrainer.__init__
+
+    def note(trainer: Any, *given: Any, **named: Any) -> None:
+        build(trainer, *given, **named)
+        built.append(trainer)
+
+    monkeypatch.setattr(SteadyTrainer, "__init__", note)
     monkeypatch.setattr(
         rewards, "is_right", lambda completions, **_: [float(len(c[0]["content"]) % 2) for c in completions]
     )

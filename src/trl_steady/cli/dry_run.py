@@ -4,9 +4,11 @@ import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from functools import wraps
+from typing import Any, NamedTuple, NoReturn, cast
+from unittest import mock
 
 import torch
 from transformers import TrainerControl, TrainerState
@@ -98,6 +100,8 @@ def dry_run(*, step: bool) -> Generator[None]:
         step: True to take one optimizer step too.
     """
     said: set[str] = set()
+    check = SharedOptions.__post_init__
+    train = SteadyTrainer.train
 
     def say(args: SharedOptions, text: str) -> None:
         if args.process_index == 0 and text not in said:
@@ -105,28 +109,35 @@ def dry_run(*, step: bool) -> Generator[None]:
             print(text, flush=True)
 
     def announce(args: SharedOptions) -> None:
-        here = {"output_dir": folder, "report_to": [], "resume_from_checkpoint": None}
-        vars(args).update(here, push_to_hub=False, log_completions_hub_repo=None)
+        args.output_dir = folder
+        args.report_to = []
+        args.resume_from_checkpoint = None
+        args.push_to_hub = False
+        args.log_completions_hub_repo = None
         say(args, f"dry run: nothing is saved\n{Batches.of(args)}")
 
-    def rehearse(trainer: SteadyTrainer, train: Callable[[], object]) -> None:
+    @wraps(check)
+    def check_and_announce(args: SharedOptions) -> None:
+        check(args)
+        announce(args)
+
+    @wraps(train)
+    def rehearse(trainer: SteadyTrainer, *_: object, **__: object) -> NoReturn:
         args: SharedOptions = trainer.args
         announce(args)  # again: the script may have changed them
         say(args, "\n".join(f"  {line}" for line in _lines(trainer)))
         if step:
             args.eval_on_start = False
             trainer.add_callback(_OneStep())
-            train()
+            train(trainer)
         sys.exit()
 
-    with tempfile.TemporaryDirectory() as folder:
-        SharedOptions.when_built.append(announce)
-        SteadyTrainer.in_place_of_training.append(rehearse)
-        try:
-            yield
-        finally:
-            SharedOptions.when_built.remove(announce)
-            SteadyTrainer.in_place_of_training.remove(rehearse)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(SharedOptions, "__post_init__", check_and_announce),
+        mock.patch.object(SteadyTrainer, "train", rehearse),
+    ):
+        yield
 
 
 def _lines(trainer: SteadyTrainer) -> Generator[str]:

@@ -6,6 +6,8 @@ import runpy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import fields
+from functools import wraps
 from importlib import resources
 from typing import Any, NoReturn, cast
 from unittest import mock
@@ -23,6 +25,8 @@ from trl_steady.trainers.rloo import RLOOTrainer
 from trl_steady.trl_bridge import refuse_unsupported
 from trl_steady.trl_bridge.patching import patched
 
+_FORCED = "_forced_by_the_launcher"  # attribute of a config: the values of `--set` after its checks
+
 
 @contextmanager
 def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) -> Generator[list[type]]:
@@ -36,12 +40,18 @@ def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) 
         The classes of trl-steady's trainers that have been built so far.
 
     Raises:
-        ValueError: A config of the script has lost an option of `settings`, or is given to a trainer that is not
-            trl-steady's, or several processes train, each alone.
+        ValueError: A config of the script has no such option, or has lost its value, or is given to a trainer that is
+            not trl-steady's, or several processes train, each alone.
     """
-    built = list[type]()
+    built: list[type] = []
+    build = SteadyTrainer.__init__
 
-    def note(trainer: SteadyTrainer) -> None:
+    @wraps(build)
+    def build_and_note(
+        trainer: SteadyTrainer, model: Any, reward_funcs: Any, args: Any, *positional: Any, **keywords: Any
+    ) -> None:
+        _refuse_changed(args)
+        build(trainer, model, reward_funcs, args, *positional, **keywords)
         built.append(type(trainer))
         _refuse_processes_apart(trainer.accelerator.num_processes)
 
@@ -51,20 +61,46 @@ def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) 
         "RLOOTrainer": RLOOTrainer,
         "RLOOConfig": RLOOConfig,
     }
-    before = SharedOptions.forced
-    SharedOptions.forced = dict(settings or {})
-    SteadyTrainer.when_built.append(note)
-    try:
-        with ExitStack() as stack:
-            for name, replacement in ours.items():
-                theirs = getattr(trl, name)  # TRL's lazy modules store the attribute from now on
-                for module in [module for path, module in sys.modules.items() if path.split(".")[0] == "trl"]:
-                    names = [found for found, value in vars(module).items() if value is theirs]
-                    stack.enter_context(patched(module, dict.fromkeys(names, replacement)))
-            yield built
-    finally:
-        SharedOptions.forced = before
-        SteadyTrainer.when_built.remove(note)
+    with ExitStack() as stack:
+        stack.enter_context(_forced(settings or {}))
+        stack.enter_context(mock.patch.object(SteadyTrainer, "__init__", build_and_note))
+        for name, replacement in ours.items():
+            theirs = getattr(trl, name)  # TRL's lazy modules store the attribute from now on
+            for path, module in list(sys.modules.items()):
+                if path.split(".")[0] == "trl":
+                    aliases = [alias for alias, value in vars(module).items() if value is theirs]
+                    stack.enter_context(patched(module, dict.fromkeys(aliases, replacement)))
+        yield built
+
+
+@contextmanager
+def _forced(settings: Mapping[str, object]) -> Generator[None]:
+    """Give every config these options before its checks, however a script imports its class and derives from it."""
+    check = SharedOptions.__post_init__
+
+    @wraps(check)
+    def set_and_check(config: SharedOptions) -> None:
+        known = {option.name for option in fields(config)}
+        for name in settings:
+            if name not in known:
+                raise ValueError(f"--set {name}: {config.METHOD}Config has no option {name!r}. Leave it out.")
+        vars(config).update(settings)
+        check(config)
+        vars(config)[_FORCED] = {name: getattr(config, name) for name in settings}
+
+    with mock.patch.object(SharedOptions, "__post_init__", set_and_check):
+        yield
+
+
+def _refuse_changed(config: object) -> None:
+    """Raise a ValueError if an option of `--set` has another value than after the checks of this config."""
+    forced: Mapping[str, object] = getattr(config, _FORCED, {})  # another object is refused by the trainer
+    for name, value in forced.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"--set {name} was given, but the trainer's config has {name}={getattr(config, name)!r}. The script "
+                "changes it after it has built the config. Remove that change."
+            )
 
 
 def run_script(
@@ -73,7 +109,8 @@ def run_script(
     """Run a script, or a module after "-m", as python does. Print a message if it builds no trainer of trl-steady."""
     built: Sequence[type] = ()
     try:
-        with swapped(settings, ppo=ppo) as built, around:
+        # `around` comes first: what it changes in a config is not a change by the script
+        with around, swapped(settings, ppo=ppo) as built:
             _run(arguments)
     except SystemExit as ended:
         if ended.code not in (None, 0):
@@ -89,28 +126,34 @@ def run_script(
 
 def dataclasses_of(script: str) -> list[type]:
     """Return the dataclasses that a script parses from its command line and its YAML file, and end it there."""
-    found: list[type] = []
+    kinds: list[type] = []
 
     def note(parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
-        found.extend(getattr(parser, "dataclass_types", ()))
+        kinds.extend(getattr(parser, "dataclass_types", ()))
         sys.exit()
 
     parse = mock.patch.object(argparse.ArgumentParser, "parse_known_args", note)  # which all parsers call
     with swapped(), suppress(SystemExit), parse, mock.patch.object(SteadyTrainer, "train", note):
         _run([script])
-    return found
+    return kinds
 
 
 def _run(arguments: Sequence[str]) -> None:
-    is_module = arguments[0] == "-m"
-    sys.argv = list(arguments[is_module:])
-    path = os.path.abspath(sys.argv[0])
-    if not sys.flags.safe_path:  # as python does
-        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
-    if is_module:
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        _set_first_path(os.getcwd())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
+        sys.argv = list(arguments)
+        path = os.path.abspath(sys.argv[0])
+        _set_first_path(os.path.dirname(os.path.realpath(path)))
         runpy.run_path(path, run_name="__main__")
+
+
+def _set_first_path(folder: str) -> None:
+    """Set where modules are looked for first, as python does."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
 
 
 def run_trl_command(
@@ -129,13 +172,19 @@ def run_trl_command(
     from trl.cli.main import main as trl_main
     from trl.scripts import grpo, rloo
 
-    name, script = ("rloo", rloo) if command == "rloo" else ("grpo", grpo)
+    name = "grpo"
+    script = grpo
+    if command == "rloo":
+        name = "rloo"
+        script = rloo
     make_parser = cast(Any, script).make_parser
-    ppo = ["--ppo"] if command == "ppo" else []
 
     def launch_instead(script_name: str, launch_args: list[str], training_script_args: list[str]) -> None:
         path = str(resources.files("trl.scripts").joinpath(script_name))
-        launch([*ppo, *launch_args, path, *training_script_args])
+        options = launch_args
+        if command == "ppo":
+            options = ["--ppo", *launch_args]
+        launch([*options, path, *training_script_args])
 
     def make_our_parser(prog: str) -> Any:
         parser = make_parser(None, prog=f"trl-steady {command}")

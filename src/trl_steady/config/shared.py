@@ -1,7 +1,7 @@
 """Options that all trainers have, and what a config says of them. The help texts are the documentation of options."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from trl_steady.config.engine import EngineOptions
@@ -130,19 +130,12 @@ class SharedOptions(EngineOptions):
         False, "Print one line for each log in place of all its values, and at the end what the run shows."
     )
 
-    forced: ClassVar[Mapping[str, object]] = {}
-    """Options that every config gets in place of what a script passes: those of `trl-steady run --set`."""
-    when_built: ClassVar[list[Callable[["SharedOptions"], None]]] = []
-    """Called with each config that has been checked, by `trl-steady run --dry-run`."""
-    _forced_values: ClassVar[Mapping[str, object]] = {}  # an unpickled config has run no checks
-
     def __new__(cls, *_: object, **keywords: object) -> Self:
         """Refuse a misspelt option with the name that was meant, as Python does from 3.13 on."""
         refuse_unknown(cls, keywords)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        vars(self).update(self.forced)
         ranges = marked(type(self), Range)
         refuse_invalid(self, {**dict.fromkeys(self.TRL_NUMBERS, NUMBER), **ranges})
         self._fill_unset()
@@ -151,18 +144,6 @@ class SharedOptions(EngineOptions):
             raise ValueError(message)
         for message in self.doubts:
             warn_user(message)
-        for note in self.when_built:
-            note(self)
-        vars(self)["_forced_values"] = {name: getattr(self, name) for name in self.forced}
-
-    def refuse_changed(self) -> None:
-        """Raise a ValueError if a forced option has another value than after the checks of this config."""
-        for name, value in self._forced_values.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"--set {name} was given, but the trainer's config has {name}={getattr(self, name)!r}. The script "
-                    "changes it after it has built the config. Remove that change."
-                )
 
     def _fill_unset(self) -> None:
         """Set the options whose defaults depend on other options."""
@@ -174,8 +155,6 @@ class SharedOptions(EngineOptions):
 
     def _contradictions(self) -> Iterator[str]:
         """Yield errors about options that are valid alone, but not together, each with a fix."""
-        for name in self.forced.keys() - {each.name for each in fields(self)}:
-            yield f"--set {name}: {self.METHOD}Config has no option {name!r}. Leave it out."
         if self.sync_ref_model and not self.has_reference:
             yield "sync_ref_model=True with beta=0.0: there is no reference to move. Set beta above 0."
         for name in ("token_budget", "share_prompts"):
