@@ -42,15 +42,21 @@ class Batches(NamedTuple):
     @classmethod
     def of(cls, args: SharedOptions) -> "Batches":
         """Return the numbers of a config."""
-        micro_batch, accumulated, processes = (
-            args.per_device_train_batch_size,
-            args.gradient_accumulation_steps,
-            args.world_size,
-        )
-        completions, slices, group = args.generation_batch_size, args.steps_per_generation, args.num_generations
+        completions = args.generation_batch_size
+        slices = args.steps_per_generation
+        group = args.num_generations
         assert completions and slices and group  # filled in and checked by TRL's config
-        per_step, window = micro_batch * accumulated * processes, slices * args.num_iterations
-        return cls(processes, completions // group, completions, per_step, accumulated, micro_batch, window)
+        micro_batch = args.per_device_train_batch_size
+        micro_batches = args.gradient_accumulation_steps
+        return cls(
+            processes=args.world_size,
+            prompts=completions // group,
+            completions=completions,
+            per_step=micro_batch * micro_batches * args.world_size,
+            micro_batches=micro_batches,
+            micro_batch=micro_batch,
+            window=slices * args.num_iterations,
+        )
 
     def rollouts(self, steps: int, epoch: int | None) -> int:
         """Return the rollouts of optimizer steps.
@@ -85,8 +91,13 @@ class _OneStep(TrainerCallback):
         if not state.global_step:  # of an evaluation
             return
         if state.is_world_process_zero:
-            peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
-            print("dry run: took one optimizer step" + (f", with a peak of {peak:.1f} GB" if peak else ""), flush=True)
+            text = "dry run: took one optimizer step"
+            peak = 0
+            if torch.cuda.is_available():
+                peak = torch.cuda.max_memory_allocated()
+            if peak:
+                text = f"{text}, with a peak of {peak / 1e9:.1f} GB"
+            print(text, flush=True)
         sys.exit()
 
 
@@ -125,7 +136,7 @@ def dry_run(*, step: bool) -> Generator[None]:
     def rehearse(trainer: SteadyTrainer, *_: object, **__: object) -> NoReturn:
         args: SharedOptions = trainer.args
         announce(args)  # again: the script may have changed them
-        say(args, "\n".join(f"  {line}" for line in _lines(trainer)))
+        say(args, "\n".join(_lines(trainer)))
         if step:
             args.eval_on_start = False
             trainer.add_callback(_OneStep())
@@ -141,24 +152,35 @@ def dry_run(*, step: bool) -> Generator[None]:
 
 
 def _lines(trainer: SteadyTrainer) -> Generator[str]:
+    """Yield the lines about a run that need its trainer."""
     args: SharedOptions = trainer.args
     data = trainer.get_train_dataloader()
-    epoch = len(data) if has_length(cast(Any, data)) else None
-    _, per_epoch, *_, steps = trainer.set_initial_training_values(args, data)
+    epoch: int | None = None
+    if has_length(cast(Any, data)):
+        epoch = len(data)
+    planned = trainer.set_initial_training_values(args, data)
+    steps_per_epoch = planned[1]
+    steps = planned[-1]
     rollouts = Batches.of(args).rollouts(steps, epoch)
-    yield f"run: {steps} optimizer steps, {rollouts} rollouts" + (f", {steps / per_epoch:.3g} epochs" if epoch else "")
+    run = f"  run: {steps} optimizer steps, {rollouts} rollouts"
+    if epoch:
+        run = f"{run}, {steps / steps_per_epoch:.3g} epochs"
+    yield run
     rows = cast(Any, trainer.eval_dataset)
     if args.eval_strategy != "no" and has_length(rows):
-        prompts = sum(map(len, rows.values())) if isinstance(rows, dict) else len(rows)
+        prompts = len(rows)
+        if isinstance(rows, dict):
+            prompts = sum(map(len, rows.values()))
         completions = prompts * (args.num_generations_eval or args.num_generations or 1)
-        yield f"evaluation: {prompts} prompts, {completions} completions"
+        yield f"  evaluation: {prompts} prompts, {completions} completions"
     parts = memory(trainer)
-    total, listed = sum(parts.values()), " + ".join(f"{part} {size / 1e9:.3g}" for part, size in parts.items())
-    yield f"memory of a device, by arithmetic and without prompts: {total / 1e9:.3g} GB = {listed}"
+    total = sum(parts.values())
+    listed = " + ".join(f"{part} {size / 1e9:.3g}" for part, size in parts.items())
+    yield f"  memory of a device, by arithmetic and without prompts: {total / 1e9:.3g} GB = {listed}"
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        yield "  FSDP and DeepSpeed divide what they shard among the processes"
+        yield "    FSDP and DeepSpeed divide what they shard among the processes"
     if args.use_vllm and args.vllm_mode == "colocate":
-        yield f"  vLLM takes {args.vllm_gpu_memory_utilization:.0%} of the device in addition"
+        yield f"    vLLM takes {args.vllm_gpu_memory_utilization:.0%} of the device in addition"
 
 
 def memory(trainer: SteadyTrainer) -> dict[str, float]:
@@ -167,35 +189,65 @@ def memory(trainer: SteadyTrainer) -> dict[str, float]:
     The micro-batch has the longest completions, without their prompts.
     """
     args: SharedOptions = trainer.args
-    parts, trained, seen = Counter[str](), 0, set[torch.nn.Parameter]()
-    is_quantised, is_wide = False, False
-    critic = getattr(trainer, "critic", None)
-    models = [("weights", trainer.model), ("reference", trainer.ref_model)]
-    models += [("critic", getattr(critic, name, None)) for name in ("backbone", "head")]
-    models += [("reward model", function) for function in trainer.reward_funcs]
+    parts = Counter[str]()
+    trained = 0
+    seen = set[torch.nn.Parameter]()
+    is_quantised = False
+    has_wide_adapter = False
     adapters = getattr(trainer.model, "peft_config", {})
-    for part, model in models:
-        for name, each in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
-            blocks = getattr(getattr(each, "quant_state", None), "absmax", None)  # scales of 4-bit weights
-            size = getattr(each, "ds_numel", each.numel()) * each.element_size()  # of the whole, if ZeRO-3 shards it
-            size += 0 if blocks is None else blocks.numel() * blocks.element_size()
-            if each not in seen:
-                adapter = next((_ADAPTERS.get(word, word) for word in name.split(".") if word in adapters), part)
-                parts[adapter] += size
-                is_trained = adapter == "critic" or (each.requires_grad and adapter in ("weights", "adapter"))
-                trained += size * is_trained  # the adapter of a critic needs gradients in its own pass only
-                is_wide |= adapter == "adapter" and each.element_size() > 2
-            seen.add(each)
-            is_quantised |= blocks is not None
-    parts |= {"gradients": trained, "optimizer, if AdamW": ADAM * trained}
-    if sizes := _sizes(trainer.model):
-        # float32 adapters take as much on a quantised base
-        mode = ("QLoRA" if is_quantised and not is_wide else "LoRA") if adapters else "full"
+    for part, model in _models(trainer):
+        for name, parameter in model.named_parameters():
+            scales = getattr(getattr(parameter, "quant_state", None), "absmax", None)  # of 4-bit weights
+            is_quantised |= scales is not None
+            if parameter in seen:
+                continue
+            seen.add(parameter)
+            size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()  # ZeRO-3: of the whole
+            if scales is not None:
+                size += scales.numel() * scales.element_size()
+            owner = part
+            for word in name.split("."):
+                if word in adapters:
+                    owner = _ADAPTERS.get(word, word)
+                    break
+            parts[owner] += size
+            if owner == "adapter" and parameter.element_size() > 2:
+                has_wide_adapter = True
+            # the adapter of a critic needs gradients in its own pass only
+            if owner == "critic" or (parameter.requires_grad and owner in ("weights", "adapter")):
+                trained += size
+    if trained:
+        parts["gradients"] = trained
+        parts["optimizer, if AdamW"] = ADAM * trained
+    sizes = _sizes(trainer.model)
+    if sizes is not None:
+        mode = "full"
+        if adapters:
+            mode = "LoRA"
+            if is_quantised and not has_wide_adapter:  # float32 adapters take as much on a quantised base
+                mode = "QLoRA"
         tokens = args.per_device_train_batch_size * (args.max_completion_length or 0)
-        setting = {"checkpointing": args.gradient_checkpointing, "on_cpu": args.device.type == "cpu"}
-        kept, *moments = passes(sizes, mode, tokens, **setting).values()
-        parts[f"micro-batch of {tokens} tokens"] = round(kept + max(moments))
+        on_cpu = args.device.type == "cpu"
+        micro_batch = passes(sizes, mode, tokens, checkpointing=args.gradient_checkpointing, on_cpu=on_cpu)
+        kept = micro_batch.pop("kept")
+        parts[f"micro-batch of {tokens} tokens"] = round(kept + max(micro_batch.values()))
     return {**parts}
+
+
+def _models(trainer: SteadyTrainer) -> Generator[tuple[str, torch.nn.Module]]:
+    """Yield the purpose of each model of a trainer, and the model."""
+    critic = getattr(trainer, "critic", None)
+    models: list[tuple[str, Any]] = [
+        ("weights", trainer.model),
+        ("reference", trainer.ref_model),
+        ("critic", getattr(critic, "backbone", None)),
+        ("critic", getattr(critic, "head", None)),
+    ]
+    for function in trainer.reward_funcs:
+        models.append(("reward model", function))
+    for part, model in models:
+        if isinstance(model, torch.nn.Module):
+            yield part, model
 
 
 def _sizes(model: object) -> Model | None:
@@ -203,19 +255,27 @@ def _sizes(model: object) -> Model | None:
     try:
         config = cast(Any, model).config.get_text_config()
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+        if experts:
+            intermediate = config.moe_intermediate_size
+            chosen = config.num_experts_per_tok
+        else:
+            intermediate = config.intermediate_size
+            chosen = 1
         sizes = Model(
             hidden=config.hidden_size,
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
-            intermediate=config.moe_intermediate_size if experts else config.intermediate_size,
+            intermediate=intermediate,
             tied=config.tie_word_embeddings,
             experts=experts,
-            chosen=config.num_experts_per_tok if experts else 1,
+            chosen=chosen,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             vocab=config.vocab_size,
         )
     except Exception:  # such as a class of transformers for an attribute of layers
         return None
-    has_all = all(isinstance(size, int) for size in sizes)  # pyright: ignore[reportUnnecessaryIsInstance]
-    return sizes if has_all else None  # some have lists, or None
+    for size in sizes:
+        if not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return None  # some have lists, or None
+    return sizes

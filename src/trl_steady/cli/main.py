@@ -46,12 +46,20 @@ class _Refused(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default that of this process, and return the exit status."""
-    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if arguments is None:
+        arguments = sys.argv[1:]
+    if not arguments:
+        arguments = ["--help"]
+    command = arguments[0]
+    rest = list(arguments[1:])
     is_trl_command = command in ("grpo", "rloo", "ppo")
-    dry_run = [word for word in rest if word in _DRY_RUNS] if is_trl_command or command == "run" else []
-    rest = [word for word in rest if word not in dry_run]
-    has_help = is_trl_command or command == "report"
-    if not has_help and {"-h", "--help"} & {command, *rest[:1]}:
+    dry_run: list[str] = []
+    if is_trl_command or command == "run":
+        dry_run = [word for word in rest if word in _DRY_RUNS]
+        rest = [word for word in rest if word not in _DRY_RUNS]
+    has_own_help = is_trl_command or command == "report"
+    asks_for_help = command in _HELP_OPTIONS or (bool(rest) and rest[0] in _HELP_OPTIONS)
+    if asks_for_help and not has_own_help:
         print(_HELP)
         return 0
     try:
@@ -66,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command == "schema":
             return schema(rest)
         if command not in _TABLES or rest:
-            _refuse(f"no command {' '.join([command, *rest])!r}. trl-steady --help lists the commands.")
+            _refuse(f"no command {' '.join(arguments)!r}. trl-steady --help lists the commands.")
     except _Refused as refused:
         print(f"trl-steady: {refused}", file=sys.stderr)
         return 2
@@ -82,9 +90,9 @@ def run(arguments: Sequence[str], dry_run: Sequence[str] = ()) -> int:
     if rest in ([], ["-m"]):
         _refuse("run needs a script. trl-steady --help lists the commands.")
     is_launched = rest[0].startswith("-") and rest[0] != "-m"
-    # the script is the first word, or, after launch options, the first that ends so; what follows a module is its own
-    first = next((word for word in rest if word in ("-m", "--module") or word.endswith(".py")), "-m")
-    script = first if is_launched else rest[0]
+    script = rest[0]
+    if is_launched:
+        script = _script_after_options(rest)
     if not script.startswith("-") and not os.path.exists(script):
         _refuse(f"there is no script {script}.")
     for message in wrong_options([f"--{setting}" for setting in settings]):
@@ -105,6 +113,14 @@ def run(arguments: Sequence[str], dry_run: Sequence[str] = ()) -> int:
         around = rehearsal.dry_run(step="--dry-run=step" in dry_run)
     run_script(rest, options, ppo=ppo, around=around)
     return 0
+
+
+def _script_after_options(arguments: Sequence[str]) -> str:
+    """Return the first word that ends as a script does, or "-m" before it: what follows a module is its own."""
+    for word in arguments:
+        if word in ("-m", "--module") or word.endswith(".py"):
+            return word
+    return "-m"
 
 
 def run_trl_command(command: str, arguments: Sequence[str], dry_run: Sequence[str]) -> int:
@@ -132,9 +148,12 @@ def methods() -> str:
     from trl_steady.config.methods import METHODS
 
     lines: dict[str, None] = {}  # a page only once
-    for kind, name, setting, paper, page, *_ in METHODS:
-        source = f" (arXiv {paper})" if paper else ""
-        lines |= dict.fromkeys((f"{kind}: docs/{page}", f"  {name}{source}", f"      {setting}"))
+    for method in METHODS:
+        title = f"  {method.name}"
+        if method.paper:
+            title = f"{title} (arXiv {method.paper})"
+        for line in (f"{method.kind}: docs/{method.page}", title, f"      {method.setting}"):
+            lines[line] = None
     return "\n".join(lines)
 
 
@@ -147,20 +166,25 @@ def env() -> str:
 
 
 _DRY_RUNS = ("--dry-run", "--dry-run=step")
+_HELP_OPTIONS = ("-h", "--help")
 _TABLES = {"methods": methods, "env": env, "--version": lambda: f"trl-steady {__version__}, trl {version('trl')}"}
 
 
 def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
     """Return the settings of leading `--set` options, whether `--ppo` is among them, and the other arguments."""
-    settings, ppo, rest = [], False, list(arguments)
+    settings: list[str] = []
+    ppo = False
+    rest = list(arguments)
     while rest and rest[0].split("=")[0] in ("--set", "--ppo"):
         first = rest.pop(0)
         if first == "--ppo":
             ppo = True
-        elif first == "--set" and not rest:
-            _refuse("--set needs NAME=VALUE.")
+        elif first != "--set":
+            settings.append(first.removeprefix("--set="))
+        elif rest:
+            settings.append(rest.pop(0))
         else:
-            settings.append(rest.pop(0) if first == "--set" else first.removeprefix("--set="))
+            _refuse("--set needs NAME=VALUE.")
     return settings, ppo, rest
 
 
@@ -190,10 +214,16 @@ def _launch(arguments: Sequence[str], dry_run: Sequence[str] = ()) -> int:
         _, launched.config_file = resolve_accelerate_config_argument(
             ["--accelerate_config", launched.accelerate_config]
         )
-    ours = [*dry_run, *(["--ppo"] if launched.ppo else []), *(f"--set={setting}" for setting in launched.settings)]
-    target = [*(["-m"] if launched.module else []), launched.training_script]
-    launched.training_script_args = ["run", *ours, *target, *launched.training_script_args]
-    launched.module, launched.training_script = True, "trl_steady"
+    words = ["run", *dry_run]
+    if launched.ppo:
+        words.append("--ppo")
+    words += [f"--set={setting}" for setting in launched.settings]
+    if launched.module:
+        words.append("-m")
+    words.append(launched.training_script)
+    launched.training_script_args = words + launched.training_script_args
+    launched.module = True
+    launched.training_script = "trl_steady"
     launched.quiet = True  # no traceback of accelerate's below the script's own
     launch_command(launched)
     return 0

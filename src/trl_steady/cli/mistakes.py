@@ -11,8 +11,10 @@ import yaml
 
 # Packages, and their files that declare the options of configs, of TRL's scripts, and of `accelerate launch`
 _SOURCES = {
-    **{"trl_steady": "config/*.py", "trl": "[ts]*/*.py"},
-    **{"transformers": "training_args.py", "accelerate": "commands/launch.py"},
+    "trl_steady": "config/*.py",
+    "trl": "[ts]*/*.py",
+    "transformers": "training_args.py",
+    "accelerate": "commands/launch.py",
 }
 
 
@@ -21,22 +23,43 @@ def wrong_options(arguments: Sequence[str]) -> Iterator[str]:
 
     The names of options, and a few more, are found in the text of the packages that are installed.
     """
-    given = {word: word[2:].partition("=")[0] for word in arguments if word.startswith("--")}
-    for path in [path for word, path in pairwise(arguments) if word == "--config"]:
+    given: dict[str, str] = {}
+    for word in arguments:
+        if word.startswith("--"):
+            given[word] = word[2:].partition("=")[0]
+    for option, path in pairwise(arguments):
+        if option != "--config":
+            continue
         try:
-            given |= {f"{name} in {path}": str(name) for name in {**yaml.safe_load(Path(path).read_text("utf-8"))}}
+            options = {**yaml.safe_load(Path(path).read_text("utf-8"))}
+            for name in options:
+                given[f"{name} in {path}"] = str(name)
         except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
             yield f"--config {path}: {error}"
-    folders = {Path(getattr(find_spec(package), "origin", "")).parent: files for package, files in _SOURCES.items()}
-    texts = [path.read_text("utf-8") for folder, files in folders.items() for path in folder.glob(files)]
-    # fields of dataclasses, and options of parsers
-    found = re.findall(r'^    (\w+): |"--(\w+)"', "\n".join(texts), re.MULTILINE)
-    names = {"accelerate_config", "config", "env", "help", "ppo", "set"}.union(*found)
+    names = _known_names()
     # one of each file that is read, which another version may have moved
-    has_all = names >= {"ref_model_sync_steps", "dataset_name", "weight_decay", "num_processes"}
-    for text, name in given.items() if has_all else ():
+    if not names >= {"ref_model_sync_steps", "dataset_name", "weight_decay", "num_processes"}:
+        return
+    for text, name in given.items():
         name = name.replace("-", "_")
         # a parser also takes the beginning of a name, and no_bf16 for bf16
-        if not any(known.startswith((name, name.removeprefix("no_"))) for known in names):
-            meant = [f"did you mean {each}?" for each in get_close_matches(name, names, 1)]
-            yield f"{text}: {meant[0] if meant else 'there is no such option.'}"
+        beginnings = (name, name.removeprefix("no_"))
+        if any(known.startswith(beginnings) for known in names):
+            continue
+        similar = get_close_matches(name, names, 1)
+        if similar:
+            yield f"{text}: did you mean {similar[0]}?"
+        else:
+            yield f"{text}: there is no such option."
+
+
+def _known_names() -> set[str]:
+    """Return the names of options in the text of the installed packages, and a few more."""
+    names = {"accelerate_config", "config", "env", "help", "ppo", "set"}
+    for package, files in _SOURCES.items():
+        folder = Path(getattr(find_spec(package), "origin", "")).parent
+        for path in folder.glob(files):
+            text = path.read_text("utf-8")
+            names.update(re.findall(r"^    (\w+): ", text, re.MULTILINE))  # fields of dataclasses
+            names.update(re.findall(r'"--(\w+)"', text))  # options of parsers
+    return names

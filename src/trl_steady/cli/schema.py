@@ -14,7 +14,8 @@ from trl_steady.config.schema import Schema, merged, properties, values
 _PACKAGES = ("trl", "transformers", "accelerate")
 # what works in a YAML file beside the type that the option has
 _ALSO = {
-    **dict.fromkeys(("resume_from_checkpoint", "fsdp"), "boolean"),
+    "resume_from_checkpoint": "boolean",
+    "fsdp": "boolean",
     "lora_target_modules": "string",
     "max_grad_norm": "null",
 }
@@ -31,31 +32,39 @@ def schema(scripts: Sequence[str], launcher: argparse.ArgumentParser) -> str:
     for module, ppo in ((grpo, False), (rloo, False), (grpo, True)):
         with swapped(ppo=ppo):
             kinds += cast(Any, module).make_parser().dataclass_types
-    kinds += [kind for script in scripts for kind in dataclasses_of(script)]
-    found = merged(properties(kind) for kind in dict.fromkeys(kinds))
+    for script in scripts:
+        kinds += dataclasses_of(script)
+    options = merged(properties(kind) for kind in dict.fromkeys(kinds))
     for name, kind in _ALSO.items():
-        found[name]["type"].append(kind)
-    found = {**_launch_options(launcher), **found, "env": {"type": "object", "description": "Environment variables."}}
+        options[name]["type"].append(kind)
+    options = {**_launch_options(launcher), **options}
+    options["env"] = {"type": "object", "description": "Environment variables."}
+    versions = [f"{name} {version(name)}" for name in _PACKAGES]
     head = {
         "$schema": "http://json-schema.org/draft-07/schema#",
-        "$comment": f"trl-steady schema, {', '.join(f'{name} {version(name)}' for name in _PACKAGES)}",
+        "$comment": f"trl-steady schema, {', '.join(versions)}",
         "type": "object",
         "additionalProperties": False,
     }
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in sorted(found.items()))
-    return f'{json.dumps(head, indent=0)[:-2]},\n"properties": {{\n{lines}\n}}\n}}'
+    lines = [f"{json.dumps(name)}: {json.dumps(option)}" for name, option in sorted(options.items())]
+    separator = ",\n"
+    return f'{json.dumps(head, indent=0)[:-2]},\n"properties": {{\n{separator.join(lines)}\n}}\n}}'
 
 
 def _launch_options(parser: argparse.ArgumentParser) -> dict[str, Schema]:
     """Return the options that take a value: a YAML file cannot set a flag."""
-    found: dict[str, Schema] = {}
+    options: dict[str, Schema] = {}
     for action in parser._actions:
+        if action.nargs == 0:
+            continue
         schema: Schema = {"type": ["string", "number", "boolean"]}
-        if action.choices:  # strings, of which YAML reads some as numbers
-            schema = {"enum": [*action.choices, *(int(each) for each in action.choices if str(each).isdigit())]}
+        if action.choices:
+            choices = list(action.choices)
+            choices += [int(choice) for choice in choices if str(choice).isdigit()]  # YAML reads these as numbers
+            schema = {"enum": choices}
         elif action.type in (int, float):
             schema = values(action.type)
-        for name in action.option_strings if action.nargs != 0 else ():
+        for name in action.option_strings:
             if name.startswith("--") and "-" not in name[2:]:
-                found[name[2:]] = {**schema, "description": f"Of accelerate launch: {action.help}"}
-    return found
+                options[name[2:]] = {**schema, "description": f"Of accelerate launch: {action.help}"}
+    return options

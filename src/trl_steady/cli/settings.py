@@ -11,12 +11,12 @@ from transformers import HfArgumentParser
 from trl_steady.config.ppo import PPOConfig
 from trl_steady.config.rloo import RLOOConfig
 
-_TYPES = {
-    option.name: get_type_hints(config)[option.name]
-    for config in (RLOOConfig, PPOConfig)  # which has all of GRPOConfig
-    for option in fields(config)
-    if option.init
-}
+_TYPES: dict[str, Any] = {}
+for _config in (RLOOConfig, PPOConfig):  # which has all of GRPOConfig
+    _hints = get_type_hints(_config)
+    for _option in fields(_config):
+        if _option.init:
+            _TYPES[_option.name] = _hints[_option.name]
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
@@ -30,9 +30,10 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
-        if not equals or name not in _TYPES:
-            wrong = f"no config of ours has an option {name!r}" if equals else "no value. Write --set NAME=VALUE"
-            raise ValueError(f"--set {setting}: {wrong}.")
+        if not equals:
+            raise ValueError(f"--set {setting}: no value. Write --set NAME=VALUE.")
+        if name not in _TYPES:
+            raise ValueError(f"--set {setting}: no config of ours has an option {name!r}.")
         try:
             options[name] = _read(name, text)
         except ValueError as error:
@@ -46,11 +47,18 @@ class _Parser(HfArgumentParser):
 
 
 def _read(name: str, text: str) -> Any:
-    kinds = get_args(_TYPES[name]) or (_TYPES[name],)
-    if NoneType in kinds and (text in ("None", "null") or (text.lower() in ("none", "null") and str not in kinds)):
+    annotation = _TYPES[name]
+    kinds = get_args(annotation) or (annotation,)
+    takes_text = str in kinds
+    is_none = text in ("None", "null") or (text.lower() in ("none", "null") and not takes_text)
+    if is_none and NoneType in kinds:
         return None
-    words = [f"--{name}={text}"]
-    if str not in kinds and any(get_origin(kind) is list for kind in (*kinds, _TYPES[name])):
-        words = [f"--{name}", *(word for word in re.split(r"[,\s]+", text.strip("[]() ")) if word)]
-    options: Any = make_dataclass("Options", [(name, _TYPES[name], field(default=None))])
-    return getattr(_Parser(options, add_help=False, allow_abbrev=False).parse_args(words), name)
+    is_list = any(get_origin(kind) is list for kind in (annotation, *kinds))
+    if is_list and not takes_text:
+        items = [item for item in re.split(r"[,\s]+", text.strip("[]() ")) if item]
+        words = [f"--{name}", *items]
+    else:
+        words = [f"--{name}={text}"]
+    options: Any = make_dataclass("Options", [(name, annotation, field(default=None))])
+    parser = _Parser(options, add_help=False, allow_abbrev=False)
+    return getattr(parser.parse_args(words), name)

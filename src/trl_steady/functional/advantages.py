@@ -96,7 +96,9 @@ def over_mean(advantages: Tensor, group_rewards: Tensor) -> Tensor:
     >>> over_mean(rewards - rewards.mean(), rewards.expand(4, 4)).tolist()
     [3.0, -1.0, -1.0, -1.0]
     """
-    mean = group_rewards.nanmean(1).nan_to_num(0).to(advantages.dtype).view(-1, *[1] * (advantages.dim() - 1))
+    mean = group_rewards.nanmean(1).nan_to_num(0).to(advantages.dtype)
+    if advantages.dim() == 2:
+        mean = mean.unsqueeze(1)
     return (advantages / mean).where(mean > 0, 0)
 
 
@@ -168,16 +170,17 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     rewarded = running.any(-1, keepdim=True).sum(1, keepdim=True).to(rewards.dtype)
     others = running.sum(1, keepdim=True).to(rewards.dtype) - 1
     # R - mean of the others = n / (n - 1) (R - mean of all n). If all G have the step, the two factors cancel exactly.
-    beside_others = (returns - returns.nanmean(1, keepdim=True)) * (
-        ((rewarded - 1) * (others + 1)) / (rewarded * others)
-    )
+    factor = ((rewarded - 1) * (others + 1)) / (rewarded * others)
+    beside_others = (returns - returns.nanmean(1, keepdim=True)) * factor
     alone = (returns * ((rewarded - 1) / rewarded)).where(running & (others == 0), 0)
     beside_others = beside_others.masked_fill(all_equal(returns, 1, keepdim=True), 0)
     advantages = beside_others.where(running & (others > 0), alone)
     if scale != "none":
         pools = {"group": returns, "batch": returns.flatten(0, 1).unsqueeze(0)}[scale]
         deviations = _deviation(pools.transpose(1, 2).flatten(0, 1)).view(len(pools), -1)
-        spread = torch.maximum(deviations.nan_to_num(nan=0.0).amax(1), alone.abs().view(len(pools), -1).amax(1))
+        largest_deviation = deviations.nan_to_num(nan=0.0).amax(1)
+        largest_alone = alone.abs().view(len(pools), -1).amax(1)
+        spread = torch.maximum(largest_deviation, largest_alone)
         advantages = advantages / (spread.view(-1, 1, 1) + _EPSILON)
     return advantages.view_as(rewards)
 
@@ -207,8 +210,8 @@ def token_baseline(advantages: Tensor, energies: Tensor, *, group_size: int) -> 
     groups = weights.where(is_token, 0).view(-1, group_size, energies.size(1))
     baselines = (groups * advantages.view(-1, group_size, 1)).sum(1, keepdim=True) / groups.sum(1, keepdim=True)
     has_others = is_token.view_as(groups).sum(1, keepdim=True) > 1
-    found = advantages.view(-1, group_size, 1) - baselines.where(has_others, 0)
-    return found.view_as(energies).where(is_token, 0)
+    by_token = advantages.view(-1, group_size, 1) - baselines.where(has_others, 0)
+    return by_token.view_as(energies).where(is_token, 0)
 
 
 def per_token(advantages: Tensor, ends: Tensor, tokens: int) -> Tensor:
@@ -222,7 +225,8 @@ def per_token(advantages: Tensor, ends: Tensor, tokens: int) -> Tensor:
     """
     positions = torch.arange(tokens, device=ends.device).expand(len(ends), -1).contiguous()
     ended = torch.searchsorted(ends.contiguous(), positions, right=True)
-    return torch.cat([advantages, advantages.new_zeros(len(advantages), 1)], 1).gather(1, ended)
+    with_zero = torch.cat([advantages, advantages.new_zeros(len(advantages), 1)], 1)
+    return with_zero.gather(1, ended)
 
 
 def all_equal(values: Tensor, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
@@ -234,10 +238,12 @@ def all_equal(values: Tensor, dim: int | None = None, *, keepdim: bool = False) 
     >>> all_equal(rewards, 1).tolist()
     [True, False]
     """
-    over, missing = () if dim is None else dim, values.isnan()
+    over = () if dim is None else dim
+    missing = values.isnan()
     lowest = values.masked_fill(missing, torch.inf).amin(over, keepdim)
     highest = values.masked_fill(missing, -torch.inf).amax(over, keepdim)
-    return ~(lowest < highest - 2 * torch.finfo(values.dtype).eps * torch.maximum(lowest.abs(), highest.abs()))
+    size = torch.maximum(lowest.abs(), highest.abs())
+    return ~(lowest < highest - 2 * torch.finfo(values.dtype).eps * size)
 
 
 def group_variances(rewards: Tensor) -> Tensor:

@@ -31,7 +31,9 @@ def k1(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor | None = None) -> Ten
     (0.5, 1.0)
     """
     value = logps - ref_logps
-    return value if log_ratio is None else log_ratio.exp() * value
+    if log_ratio is None:
+        return value
+    return log_ratio.exp() * value
 
 
 def k2(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor | None = None) -> Tensor:
@@ -46,7 +48,9 @@ def k2(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor | None = None) -> Ten
     (0.125, 0.25)
     """
     value = (logps - ref_logps) ** 2 / 2
-    return value if log_ratio is None else log_ratio.detach().exp() * value
+    if log_ratio is None:
+        return value
+    return log_ratio.detach().exp() * value
 
 
 def k3(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor | None = None) -> Tensor:
@@ -64,7 +68,9 @@ def k3(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor | None = None) -> Ten
     log_r = ref_logps - logps
     # expm1 keeps the digits that exp(x) - x - 1 loses near x = 0, the usual case in training
     value = log_r.expm1() - log_r
-    return value if log_ratio is None else log_ratio.exp() * value
+    if log_ratio is None:
+        return value
+    return log_ratio.exp() * value
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

@@ -33,10 +33,11 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def check_mask(mask: Tensor, *values: Tensor) -> None:
     """Raise a ValueError for shapes that would broadcast: if B = T, a (B,) tensor would follow the wrong axis."""
-    if mask.dim() != 2 or mask.dtype != torch.bool or any(each.shape != mask.shape for each in values):
+    has_other_shape = any(tensor.shape != mask.shape for tensor in values)
+    if mask.dim() != 2 or mask.dtype != torch.bool or has_other_shape:
+        shapes = [tuple(tensor.shape) for tensor in (mask, *values)]
         raise ValueError(
-            "expected a boolean (B, T) mask and values like the mask, got shapes "
-            f"{[tuple(each.shape) for each in (mask, *values)]} and a mask of {mask.dtype}."
+            f"expected a boolean (B, T) mask and values like the mask, got shapes {shapes} and a mask of {mask.dtype}."
         )
 
 
@@ -67,7 +68,8 @@ def binary_divergence(logps: Tensor, sampler_logps: Tensor, *, kind: str) -> Ten
     moved = logps.exp() - sampler_logps.exp()
     if kind == "tv":
         return moved
-    rest, sampler_rest = ((-each.expm1()).clamp(min=1e-8) for each in (logps, sampler_logps))
+    rest = (-logps.expm1()).clamp(min=1e-8)
+    sampler_rest = (-sampler_logps.expm1()).clamp(min=1e-8)
     divergence = sampler_logps.exp() * (sampler_logps - logps) + sampler_rest * (sampler_rest.log() - rest.log())
     return divergence * moved.sign()
 
@@ -94,9 +96,9 @@ def second_moment_mask(log_ratio: Tensor, is_counted: Tensor, *, budget: float) 
     log_ratio = log_ratio.to(torch.promote_types(log_ratio.dtype, torch.float32))  # a long sum in bf16 is too small
     squares, order = log_ratio.square().where(is_counted, torch.inf).flatten().sort()
     numbers = torch.arange(1, len(squares) + 1, device=squares.device)
-    kept = torch.empty_like(order, dtype=torch.bool)
-    kept[order] = squares.cumsum(0) <= budget * numbers
-    return kept.view_as(is_counted) | ~is_counted
+    keep = torch.empty_like(order, dtype=torch.bool)
+    keep[order] = squares.cumsum(0) <= budget * numbers
+    return keep.view_as(is_counted) | ~is_counted
 
 
 def off_policy_statistic(logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> Tensor:
@@ -173,7 +175,10 @@ def engine_weights(
     if mode.startswith("sequence"):
         log_weights = log_weights.sum(-1, keepdim=True)
     weights = log_weights.exp()
-    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    if low is None:
+        low = -math.inf
+    if high is None:
+        high = math.inf
     if mode.endswith("truncate"):
         return weights.clamp(low, high)
     return weights.masked_fill((weights < low) | (weights > high), 0)

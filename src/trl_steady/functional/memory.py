@@ -25,10 +25,13 @@ class Model(NamedTuple):
     @property
     def projections(self) -> list[tuple[int, int]]:
         """Inputs and outputs of the linear layers of one decoder layer, without experts."""
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        query = self.heads * self.head_dim
+        key = self.kv_heads * self.head_dim
         attention = [(self.hidden, query), (self.hidden, key), (self.hidden, key), (query, self.hidden)]
+        if self.experts:
+            return attention
         mlp = [(self.hidden, self.intermediate)] * 2 + [(self.intermediate, self.hidden)]
-        return attention if self.experts else attention + mlp
+        return attention + mlp
 
     @property
     def linear(self) -> int:
@@ -45,7 +48,8 @@ class Model(NamedTuple):
         """Parameters of the whole model."""
         norms = self.layers * 2 * (self.hidden + self.head_dim) + self.hidden
         experts = self.layers * self.experts * self.hidden * (3 * self.intermediate + 1)  # + 1: the router
-        return self.linear + experts + norms + self.table * (1 if self.tied else 2)
+        tables = 1 if self.tied else 2
+        return self.linear + experts + norms + self.table * tables
 
     @property
     def adapter(self) -> int:
@@ -59,13 +63,19 @@ def passes(
     """Return the bytes of a micro-batch: what is kept for backward, and the peaks of three moments on top of it."""
     full = mode == "full"
     residual = 4 if full else 2  # autocast leaves the hidden states in the dtype of the embedding
-    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    inner, routed = model.chosen * model.intermediate, model.chosen * model.hidden * bool(model.experts)
+    query = model.heads * model.head_dim
+    key = model.kv_heads * model.head_dim
+    inner = model.chosen * model.intermediate
+    routed = model.chosen * model.hidden * bool(model.experts)
     # tensors that autograd saves in one layer; the layer's input is counted as the checkpoint
     of_hidden, of_query, of_key = {"full": (22, 10, 10), "LoRA": (18, 10, 8), "QLoRA": (12, 8, 8)}[mode]
     saved = of_hidden * model.hidden + of_query * query + of_key * key
     size = 4 if full and model.experts else 2  # autocast leaves experts in the dtype of their weights
-    saved = tokens * (saved + size * (4 * inner + 2 * routed if full or not model.experts else 3 * inner + routed))
+    if full or not model.experts:
+        saved += size * (4 * inner + 2 * routed)
+    else:
+        saved += size * (3 * inner + routed)
+    saved *= tokens
     gradients = tokens * (2 * size * inner + size * routed + (residual + 2) * model.hidden)
     widest = max(a * b for a, b in model.projections)
     if mode == "LoRA" and not model.experts:  # PEFT copies the inputs of a float32 adapter in float32
@@ -73,17 +83,25 @@ def passes(
     if mode == "QLoRA" and not model.experts:  # bitsandbytes dequantises one matrix at a time
         gradients = max(tokens * (4 * inner + 2 * model.hidden), 2 * widest + 2 * tokens * inner)
     trained = 6 * widest + 4 * model.experts * model.hidden * model.intermediate  # a gradient before it is added
-    cast = 2 * model.linear if full else 0  # autocast keeps a bf16 copy of each trained float32 weight
-    layer = saved + (cast / model.layers + max(gradients, trained) if full else gradients)
+    cast = 0
+    layer = saved + gradients
+    if full:
+        cast = 2 * model.linear  # autocast keeps a bf16 copy of each trained float32 weight
+        layer = saved + (cast / model.layers + max(gradients, trained))
     kept = model.layers * tokens * model.hidden * residual
     if full and model.tied:
         layer += 4 * model.table  # the gradient of the head, which waits for that of the embedding
     if not checkpointing:
-        kept, layer = kept + cast + model.layers * saved, layer - saved - (cast / model.layers)
+        kept = kept + cast + model.layers * saved
+        layer = layer - saved - cast / model.layers
         cast = 0
-    rows, columns = min(tokens, TOKEN_TILE), min(model.vocab, VOCAB_TILE)
+    rows = min(tokens, TOKEN_TILE)
+    columns = min(model.vocab, VOCAB_TILE)
     tile = rows * VOCAB_TILE * 2 + 2 * columns * model.hidden
     # Triton works in the tile; without it, torch holds three float32 copies in forward, seven and a mask in backward
-    forward, backward = (rows * columns * width * on_cpu for width in (12, 29))
-    head = tile + backward + tokens * model.hidden * 4 + (4 * model.table if full else 0)
+    forward = rows * columns * 12 * on_cpu
+    backward = rows * columns * 29 * on_cpu
+    head = tile + backward + tokens * model.hidden * 4
+    if full:
+        head += 4 * model.table
     return {"kept": kept, "end of forward": cast + tile + forward, "head backward": head, "layer backward": layer}

@@ -32,7 +32,9 @@ def mean_totals(values: Tensor, mask: Tensor | None = None) -> Tensor:
 def mean(totals: Tensor) -> float:
     """Return the mean of all values in `totals`, or NaN if there are none."""
     total, count = map(float, totals)
-    return total / count if count else math.nan
+    if not count:
+        return math.nan
+    return total / count
 
 
 def greatest(values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -58,13 +60,16 @@ def effective_sample_size(totals: Tensor) -> float:
     0.75
     """
     total, squares, count = map(float, totals)
-    return total**2 / (count * squares) if count else math.nan
+    if not count:
+        return math.nan
+    return total**2 / (count * squares)
 
 
 def histogram(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Count values without NaN for `quantile`, in bins 4.7 % wide on both sides of zero, from 1e-9 to 1e3."""
     values, counts = _counted(values, mask)
-    counts, values = counts * ~values.isnan(), values.nan_to_num()
+    counts = counts * ~values.isnan()
+    values = values.nan_to_num()
     bins = torch.bucketize(values.abs(), _edges_on(values.device)) * values.sign().long()
     return counts.new_zeros(2 * len(_EDGES) + 1).scatter_add_(0, (bins + len(_EDGES)).flatten(), counts.flatten())
 
@@ -93,5 +98,6 @@ def quantile(counts: Tensor, share: float) -> float:
 def _counted(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return float64 values, 0 in place of those that do not count, and 1 for each value that counts, otherwise 0."""
     counts = torch.ones_like(values, dtype=torch.float64)
-    counts = counts if mask is None else counts * mask
+    if mask is not None:
+        counts = counts * mask
     return values.detach().double().where(counts > 0, 0), counts

@@ -46,5 +46,8 @@ def gmpo_log_ratio(
     """
     clipped = log_ratio.clamp(-low, high)
     smaller = torch.minimum(log_ratio, clipped)
-    larger = torch.maximum(log_ratio if delta is None else log_ratio.clamp(max=math.log(delta)), clipped)
+    bounded = log_ratio
+    if delta is not None:
+        bounded = log_ratio.clamp(max=math.log(delta))
+    larger = torch.maximum(bounded, clipped)
     return sequence_mean(torch.where(advantages > 0, smaller, larger), mask)

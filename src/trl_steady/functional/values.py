@@ -58,10 +58,12 @@ def whitened(values: Tensor, mask: Tensor, totals: Tensor, *, shift_mean: bool =
     >>> whitened(values, mask, moments(values, mask)).round(decimals=4).tolist()
     [[-0.7071, 0.7071]]
     """
-    count, mean, spread = *totals[:2], variance(totals)
-    mean = mean / count.clamp(min=1)
-    scaled = (values - mean) * (spread + _EPSILON).rsqrt()
-    return (scaled if shift_mean else scaled + mean).to(values.dtype).where(mask, 0)
+    count, total, _ = totals
+    mean = total / count.clamp(min=1)
+    scaled = (values - mean) * (variance(totals) + _EPSILON).rsqrt()
+    if not shift_mean:
+        scaled = scaled + mean
+    return scaled.to(values.dtype).where(mask, 0)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float | None) -> Tensor:
@@ -97,5 +99,7 @@ def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, co
     >>> adapted_kl_coef(0.1, float("nan"), target=6.0, horizon=100, completions=10)
     0.1
     """
-    error = min(max(0.0 if math.isnan(kl) else kl / target - 1, -0.2), 0.2)
+    if math.isnan(kl):
+        return coef
+    error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * completions / horizon)

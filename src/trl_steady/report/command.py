@@ -41,13 +41,17 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
             runs = {path: History.read(path) for path in paths}
         except ValueError as error:
             refuse(str(error))
-        diagnoses = {path: diagnose(run) for path, run in runs.items()}
+        present: list[Finding] = []
+        plain: dict[str, object] = {}
+        for path, run in runs.items():
+            findings, missing = diagnose(run)
+            present += [finding for finding in findings if finding.passed is None]
+            plain[path] = _plain(findings, missing)
+            if not asked.json:
+                print(f"{path}, {counted(run.last_step, 'step')}: {verdict(findings)}", flush=True)
         if asked.json:
-            plain = {path: _plain(findings, missing) for path, (findings, missing) in diagnoses.items()}
             print(json.dumps(plain, indent=1), flush=True)
         else:
-            for path, (findings, _) in diagnoses.items():
-                print(f"{path}, {counted(runs[path].last_step, 'step')}: {verdict(findings)}", flush=True)
             _write(runs, asked.output, together=bool(asked.compare))
         if not asked.watch:
             break
@@ -59,11 +63,7 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
     if asked.fail_on is None:
         return 0
     failing = _LEVELS[_LEVELS.index(asked.fail_on) :]
-    for findings, _ in diagnoses.values():
-        for finding in findings:
-            if finding.passed is None and finding.symptom.level in failing:
-                return 1
-    return 0
+    return int(any(finding.symptom.level in failing for finding in present))
 
 
 def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) -> None:
@@ -104,5 +104,7 @@ def _plain(findings: Sequence[Finding], missing: Mapping[str, str]) -> dict[str,
                 "passed": finding.passed,
             }
         )
-    skipped = [{"name": name, "missing": metric} for name, metric in missing.items()]
+    skipped: list[dict[str, str]] = []
+    for name, metric in missing.items():
+        skipped.append({"name": name, "missing": metric})
     return {"findings": found, "skipped": skipped}

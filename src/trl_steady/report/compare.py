@@ -68,10 +68,12 @@ def compared(runs: Mapping[str, Mapping[int, History]]) -> tuple[str, dict[str, 
 def _common_endpoint(runs: Mapping[str, Mapping[int, History]]) -> str:
     """Return the first endpoint that all runs have logged, or ""."""
     for key in _ENDPOINTS:
-        counts: list[int] = []
+        is_common = True
         for seeds in runs.values():
-            counts += [len(run.finite_values(key)) for run in seeds.values()]
-        if all(counts):
+            for run in seeds.values():
+                if not len(run.finite_values(key)):
+                    is_common = False
+        if is_common:
             return key
     return ""
 

@@ -47,7 +47,9 @@ def write_comparison(file: Path, histories: Mapping[str, History]) -> None:
     sections = [f"<h1>{_text(title)}</h1>"]
     if comparisons:
         sections.append(_comparisons(endpoint, comparisons))
-    seeds_by_name = {name: list(seeds.values()) for name, seeds in runs.items()}
+    seeds_by_name: dict[str, list[History]] = {}
+    for name, seeds in runs.items():
+        seeds_by_name[name] = list(seeds.values())
     sections.append(_gallery(pictures(seeds_by_name)))
     sections.append("<h2>Symptoms</h2>")
     for path, history in histories.items():

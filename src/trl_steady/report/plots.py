@@ -77,12 +77,11 @@ def pictures(runs: Mapping[str, Sequence[History]], findings: Sequence[Finding] 
 
 def draw(axis: Axes, picture: Mapping[str, Any], run: History) -> set[str]:
     """Draw what a run has logged of a picture of plots.toml, and return the metrics that are drawn."""
-    known = {key for key in run.keys if len(run.finite_values(key))}
     drawn: set[str] = set()
 
     lines = picture.get("lines", {})
     for number, (key, label) in enumerate({**lines, **picture.get("dots", {})}.items()):
-        if key not in known:
+        if not len(run.finite_values(key)):
             continue
         drawn.add(key)
         steps, (low, middle, high) = thinned(run[key])
@@ -98,7 +97,7 @@ def draw(axis: Axes, picture: Mapping[str, Any], run: History) -> set[str]:
 
     if "band" in picture:
         low_key, high_key, label = picture["band"]
-        if low_key in known and high_key in known:
+        if len(run.finite_values(low_key)) and len(run.finite_values(high_key)):
             drawn |= {low_key, high_key}
             steps, (_, low, _) = thinned(run[low_key])
             high_steps, (_, high, _) = thinned(run[high_key])
@@ -168,10 +167,14 @@ def draw_comparison(axis: Axes, key: str, runs: Mapping[str, Sequence[History]])
 def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
     """Return steps (n,) and least, median and greatest values (3, n) of at most `POINTS` stretches."""
     steps, values = series.finite
-    stretches = _stretches(np.clip(values, -1e30, 1e30))  # matplotlib cannot place larger ones
-    ends = np.cumsum([len(stretch) for stretch in stretches]) - 1
-    points = np.array([(stretch.min(), np.median(stretch), stretch.max()) for stretch in stretches])
-    return steps[ends], points.T
+    ends: list[int] = []
+    points: list[tuple[float, float, float]] = []
+    end = 0
+    for stretch in _stretches(np.clip(values, -1e30, 1e30)):  # matplotlib cannot place larger ones
+        end += len(stretch)
+        ends.append(end - 1)
+        points.append((stretch.min(), float(np.median(stretch)), stretch.max()))
+    return steps[ends], np.array(points).T
 
 
 def _stretches(values: np.ndarray) -> list[np.ndarray]:

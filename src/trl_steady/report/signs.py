@@ -612,9 +612,12 @@ def _lasts(history: History, bad: np.ndarray, *, to_end: bool = False, least: in
 
 def _nan(history: History, keys: Sequence[str], *, to_end: bool = False, least: int = 3) -> Found | None:
     """Find metrics that stop being numbers, all of those that were logged. `_lasts` has the other arguments."""
-    known = [key for key in keys if key in history.keys]
+    known: list[str] = []
     since: list[int] = []
-    for key in known:
+    for key in keys:
+        if key not in history.keys:
+            continue
+        known.append(key)
         steps, values = history[key]
         where = _lasts(history, ~np.isfinite(values), to_end=to_end, least=least)
         if where is None:
