@@ -40,29 +40,27 @@ SendRequest = Callable[[Mapping[str, Any]], GenerationResult]
 """Sends a request to a server, and waits for the result. A request is the arguments of TRL's client."""
 
 
+class NotServedError(Exception):
+    """Says why an engine cannot serve an adapter alone."""
+
+
 class AdapterSync(Protocol):
     """Sends a policy's adapter to an engine, in place of all weights. Every process calls the methods.
 
-    While an engine is built: `why_not`, `flags`, `send`, `attach`. Then `send` at each sync. If the engine cannot take
-    the adapter, `is_required` decides between an error and merged weights.
+    `prepare` runs before the engine is built, then `send` once it is built and at each sync. If one of them fails at
+    first, `is_required` decides between an error and merged weights.
     """
-
-    option: str
-    """The option and its value, for messages."""
 
     def is_required(self, engine: Any) -> bool:
         """Return True if the engine cannot have merged weights instead."""
         ...
 
-    def why_not(self, engine: Any) -> str | None:
-        """Return why the engine, which is not built yet, cannot serve the adapter; None if it may."""
-
-    def flags(self, engine: Any) -> dict[str, object]:
-        """Return the options of vLLM that a colocated engine needs."""
+    def prepare(self, engine: Any) -> dict[str, object]:
+        """Return options with which a colocated engine must be built. Raises a `NotServedError` if it cannot serve."""
         ...
 
-    def send(self, engine: Any) -> None:
-        """Send the adapter as it is now. Raises an error if the engine does not take it."""
+    def send(self, engine: Any) -> object | None:
+        """Send the adapter as it is now. Raises an error if the engine does not take it.
 
-    def attach(self, engine: Any) -> None:
-        """Let the engine generate with the adapter from now on."""
+        Returns the `lora_request` with which a colocated engine generates from now on; None for a server.
+        """

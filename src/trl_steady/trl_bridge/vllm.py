@@ -13,11 +13,16 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
-from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from trl_steady.core.engine import AdapterSync, EngineOutput, GenerationResult, NamedWeights, SendRequest
+from trl_steady.core.engine import (
+    AdapterSync,
+    EngineOutput,
+    GenerationResult,
+    NamedWeights,
+    NotServedError,
+    SendRequest,
+)
 from trl_steady.core.feature import warn_user
 from trl_steady.core.metrics import Clock
 from trl_steady.core.processes import own_rows
@@ -41,11 +46,7 @@ def steady_engine(
     Raises:
         ValueError: vLLM cannot be built with the data that a feature wants, or with these arguments.
     """
-
-    def build(*arguments: Any, model: PreTrainedModel | PeftModel, **keywords: Any) -> VLLMGeneration:
-        ours = {"extras": extras, "sync": sync if is_peft_model(model) else None, "clock": clock, "given": given}
-        return SteadyGeneration(*arguments, model=model, **ours, **keywords)
-
+    build = functools.partial(SteadyGeneration, extras=extras, sync=sync, clock=clock, given=given)
     grpo, rloo = TRAINER_MODULES
     with patched(grpo, {"VLLMGeneration": build}), patched(rloo, {"VLLMGeneration": build}):
         yield
@@ -75,38 +76,51 @@ class SteadyGeneration(VLLMGeneration):
         given: Mapping[str, object] = MappingProxyType({}),
         **keywords: Any,
     ) -> None:
-        self._extras, self._clock, self._sync, self._given = extras, clock, sync, given
+        self._extras = extras
+        self._clock = clock
+        self._sync = sync
+        self._given = given
         self._extra_values: dict[str, list[Any]] = {}
         super().__init__(*arguments, **keywords)
 
     def _init_vllm(self) -> None:
+        """Build the engine for the adapter alone, or for merged weights if it cannot serve the adapter."""
         sync = self._sync
-        if sync is None:
+        if sync is None or not is_peft_model(self.model):
             self._build({})
             return
-        is_fsdp1 = self._dist.fsdp_version == 1
-        why_not = "version 1 of FSDP does not gather an adapter" if is_fsdp1 else sync.why_not(self)
+        flags: dict[str, object] = {}
+        why_not: str | None = None
+        if self._dist.fsdp_version == 1:
+            why_not = "version 1 of FSDP does not gather an adapter"
+        else:
+            try:
+                flags = sync.prepare(self)
+            except NotServedError as reason:
+                why_not = str(reason)
         if why_not := first_reason(why_not):
             self._merge_instead(sync, why_not)
             self._build({})
             return
-        self._build(sync.flags(self))
+        self._build(flags)
         try:
-            sync.send(self)
+            self._send_adapter(sync)
         except Exception as error:  # vLLM's own, of any type
             why_not = f"vLLM refuses the adapter: {error!s}"
         if why_not := first_reason(why_not):
             self._merge_instead(sync, why_not)
-        else:
-            self.adapter = sync
-            sync.attach(self)
+            return
+        self.adapter = sync
+        if self.mode == "colocate":
+            self._add_adapter_to_requests()
 
     def _merge_instead(self, sync: AdapterSync, why_not: str) -> None:
         """Warn that the engine gets merged weights, or refuse that."""
         if sync.is_required(self):
             raise ValueError(
-                f"{sync.option}: {why_not}. Change that, or let the policy itself generate (use_vllm=False). An "
-                "unquantised policy may also get merged weights (vllm_adapter_sync=False)."
+                "vLLM has to serve the adapter alone (vllm_adapter_sync=True, or a quantised policy with "
+                f"vllm_mode='colocate'), and cannot: {why_not}. Change that, or let the policy itself generate "
+                "(use_vllm=False). An unquantised policy may also get merged weights (vllm_adapter_sync=False)."
             )
         warn_user(
             f"vLLM gets all weights with the adapter merged, because {why_not}. Set vllm_adapter_sync=False to send "
@@ -124,26 +138,53 @@ class SteadyGeneration(VLLMGeneration):
                 f"{extra.option} with vllm_tensor_parallel_size={self.tensor_parallel_size}: a colocated engine "
                 f"returns the {extra.label} to one process only. Set vllm_mode='server'."
             )
-        flags = {**adapter_flags, **{extra.flag: True for extra in self._extras}}
+        flags = dict(adapter_flags)
+        options: list[str] = []
+        for extra in self._extras:
+            flags[extra.flag] = True
+            options.append(extra.option)
+        if self._given:
+            options.append(f"vllm_engine_kwargs={self._given!r}")
         llm_class = cast(Any, getattr(vllm_generation, "LLM", object))  # missing if vLLM is; TRL then raises an error
-        given = [f"vllm_engine_kwargs={self._given!r}"] if self._given else []
-        options = ", ".join([extra.option for extra in self._extras] + given)
-        errors = (TypeError, ValueError) if options else ()
 
         def build(**trl_arguments: object) -> Any:
             try:
                 llm = llm_class(**{**flags, **trl_arguments, **self._given})
-            except errors as error:
+            except (TypeError, ValueError) as error:
+                if not options:
+                    raise
                 raise ValueError(
-                    f"{options}: vLLM cannot be built. Change what it names, or leave the option out: {error}"
+                    f"{', '.join(options)}: vLLM cannot be built. Change what it names, or leave the option out: "
+                    f"{error}"
                 ) from error
             if adapter_flags and self.enable_sleep_mode:
-                sleep = llm.sleep  # move weights to the CPU: TRL's level drops them, and nobody would send the base
-                vars(llm)["sleep"] = lambda level=1, *mode, **others: sleep(min(level, 1), *mode, **others)
+                _keep_weights_in_sleep(llm)
             return llm
 
         with patched(vllm_generation, {"LLM": build}):
             super()._init_vllm()
+
+    def _send_adapter(self, sync: AdapterSync) -> None:
+        """Send the adapter as it is now to an engine whose weights are awake, as TRL does with weights."""
+        if self.mode == "colocate" and self.enable_sleep_mode and self._llm_weights_sleeping:
+            vllm_generation.empty_cache()  # so that the weights fit
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        self._adapter_request = sync.send(self)
+
+    def _add_adapter_to_requests(self) -> None:
+        """Let vLLM's `generate` and `chat` use the adapter, also when a `rollout_func` calls them.
+
+        A caller may pass another `lora_request`. A server gets the adapter's name with each request instead.
+        """
+
+        def with_request(call: Callable[..., Any], *arguments: object, **keywords: object) -> Any:
+            keywords.setdefault("lora_request", self._adapter_request)  # of the last sync
+            return call(*arguments, **keywords)
+
+        for name in ("generate", "chat"):
+            if hasattr(self.llm, name):
+                vars(self.llm)[name] = functools.partial(with_request, getattr(self.llm, name))
 
     def whole(self, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
         """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
@@ -153,13 +194,6 @@ class SteadyGeneration(VLLMGeneration):
         """Send `weights(trl_weights)` from now on, in place of `trl_weights()`, the named weights that TRL sends."""
         vars(self)["_iter_named_params"] = functools.partial(weights, self._iter_named_params)
 
-    def wake_weights(self) -> None:
-        """Wake the weights of a colocated engine that sleeps, as TRL does before it sends others."""
-        if self.enable_sleep_mode and self._llm_weights_sleeping:
-            vllm_generation.empty_cache()  # so that the weights fit
-            self.llm.wake_up(tags=["weights"])
-            self._llm_weights_sleeping = False
-
     def sync_weights(self) -> None:
         """Send the policy's weights, or its adapter alone."""
         with self._clock.phase("sync"):
@@ -168,57 +202,76 @@ class SteadyGeneration(VLLMGeneration):
             if self.adapter is None:
                 super().sync_weights()
             else:
-                self.adapter.send(self)
+                self._send_adapter(self.adapter)
 
     def generate(self, prompts: list[Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and store the extra data."""
+        generate = functools.partial(super().generate, prompts, *arguments, **keywords)
         if not self._extras and self.respond is None:
-            return super().generate(prompts, *arguments, **keywords)
+            return generate()
         if self.mode == "colocate":
-            results: list[Any] = []
-            with patched(self.llm, {"generate": _recorded(self.llm.generate, results)}):  # TRL drops the extra data
-                result = super().generate(prompts, *arguments, **keywords)
-            (outputs,) = results
-            self._extra_values = self._compacted([completion for output in outputs for completion in output.outputs])
-            return result
+            return self._generate_here(generate)
+        return self._generate_on_server(generate, len(prompts))
+
+    def _generate_here(self, generate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        results: list[Any] = []
+        with patched(self.llm, {"generate": _recorded(self.llm.generate, results)}):  # TRL drops the extra data
+            result = generate()
+        (outputs,) = results
+        completions: list[object] = []
+        for output in outputs:
+            completions.extend(output.outputs)
+        self._extra_values = self._compacted(completions)
+        return result
+
+    def _generate_on_server(self, generate: Callable[[], tuple[Any, ...]], prompts: int) -> tuple[Any, ...]:
         on_main: list[dict[str, list[Any]]] = [{}]
         if not self.accelerator.is_main_process:
-            result = super().generate(prompts, *arguments, **keywords)
+            result = generate()
         else:
             send = functools.partial(self.send_request, copy.copy(self.vllm_client))
+            respond = self.respond
 
-            def generate(**request: Any) -> dict[str, Any]:
-                output, on_main[0] = send(request) if self.respond is None else self.respond(send, request)
-                return output
+            def answer(**request: Any) -> dict[str, Any]:
+                response = send(request) if respond is None else respond(send, request)
+                on_main[0] = response.extras
+                return response.output
 
-            with patched(self.vllm_client, {"generate": generate}):  # all that TRL's engine asks of its client
-                result = super().generate(prompts, *arguments, **keywords)
+            with patched(self.vllm_client, {"generate": answer}):  # all that TRL's engine asks of its client
+                result = generate()
         if self._extras:
             broadcast_object_list(on_main, from_process=0)
-            own = own_rows(self.accelerator, len(prompts))
+            own = own_rows(self.accelerator, prompts)
             self._extra_values = {field: values[own] for field, values in on_main[0].items()}
         return result
 
     def _compacted(self, completions: Sequence[object]) -> dict[str, list[Any]]:
         """Return the extra data of completions, field by field."""
-        found: dict[str, list[Any]] = {}
+        by_field: dict[str, list[Any]] = {}
         for extra in self._extras:
-            values = [getattr(completion, extra.field, None) for completion in completions]
-            found[extra.field] = [None if value is None else extra.compact(value) for value in values]
-        return found
+            values: list[Any] = []
+            for completion in completions:
+                value = getattr(completion, extra.field, None)
+                values.append(None if value is None else extra.compact(value))
+            by_field[extra.field] = values
+        return by_field
 
     def send_request(self, client: VLLMClient, request: Mapping[str, Any]) -> GenerationResult:
         """Send a request with a client of TRL's, which does not change. A thread needs a client of its own."""
         if not self._extras:
             return GenerationResult(client.generate(**request), {})
-        if request.get("features") is None and any(extra.needs_tokens_endpoint for extra in self._extras):
+        needs_tokens_endpoint = any(extra.needs_tokens_endpoint for extra in self._extras)
+        if needs_tokens_endpoint and request.get("features") is None:
             request = {**request, "features": [None] * len(request["prompts"])}  # features select the endpoint
         responses: list[Any] = []
         client = copy.copy(client)
         vars(client)["_post"] = _recorded(client._post, responses)  # the JSON, of which TRL's client drops the data
         output = client.generate(**request)
         # responses may come in any order; their token lists are the same objects as in TRL's output
-        choices = {id(choice["token_ids"]): choice for response in responses for choice in response["choices"]}
+        choices: dict[int, dict[str, Any]] = {}
+        for response in responses:
+            for choice in response["choices"]:
+                choices[id(choice["token_ids"])] = choice
         completions = [SimpleNamespace(**choices[id(ids)]) for ids in output["completion_ids"]]
         return GenerationResult(output, self._compacted(completions))
 
@@ -229,7 +282,7 @@ class SteadyGeneration(VLLMGeneration):
             ValueError: The engine has returned none for a completion.
         """
         values = self._extra_values.pop(extra.field, [])
-        missing = sum(each is None for each in values)
+        missing = sum(value is None for value in values)
         if missing:
             raise ValueError(
                 f"{extra.option}: vLLM returned no {extra.label} for {missing} of {len(values)} sequences. "
@@ -247,7 +300,8 @@ def first_reason(reason: str | None) -> str | None:
 def record_log_probs(engine: VLLMGeneration) -> Generator[list[tuple[Any, ...]]]:
     """Let TRL's engine return log-probs, which RLOO's trainer does not ask for. Give what it returns, as a list."""
     results: list[tuple[Any, ...]] = []
-    with patched(engine, {"logprobs": engine.logprobs or 0, "generate": _recorded(engine.generate, results)}):
+    generate = _recorded(engine.generate, results)
+    with patched(engine, {"logprobs": engine.logprobs or 0, "generate": generate}):
         yield results
 
 
@@ -262,12 +316,11 @@ def _recorded(function: Callable[..., Any], results: list[Any]) -> Callable[...,
     return call
 
 
-def add_to_requests(llm: Any, lora_request: Callable[[], object]) -> None:
-    """Let vLLM's `generate` and `chat` pass what `lora_request()` returns, unless the caller passes another one."""
+def _keep_weights_in_sleep(llm: Any) -> None:
+    """Let an engine that sleeps move its weights to the CPU. TRL's level drops them, and nobody sends the base."""
+    sleep = llm.sleep
 
-    def with_request(call: Callable[..., Any], *arguments: object, **keywords: object) -> Any:
-        return call(*arguments, **{"lora_request": lora_request(), **keywords})
+    def sleep_lightly(level: int = 1, *mode: object, **others: object) -> Any:
+        return sleep(min(level, 1), *mode, **others)
 
-    for name in ("generate", "chat"):
-        if hasattr(llm, name):
-            vars(llm)[name] = functools.partial(with_request, getattr(llm, name))
+    vars(llm)["sleep"] = sleep_lightly

@@ -16,7 +16,7 @@ from tests.features.reward_model.tools import ANSWERS, ENDS, PROMPTS, scores_of
 from tests.tools import tiny
 from trl_steady import RewardAdapter
 from trl_steady.features.adapters.base_model import BaseModel
-from trl_steady.features.adapters.vllm_support import why_not_served
+from trl_steady.features.adapters.vllm_sync import why_not_served
 from trl_steady.features.reward_model.feature import RewardModel
 
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}

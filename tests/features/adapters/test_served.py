@@ -15,7 +15,7 @@ from tests.features.adapters.tools import LLM, ROUNDING, differences, load
 from tests.features.reference.tools import base_tensors
 from tests.tools import tiny
 from tests.tools import wide as wide_model
-from trl_steady.features.adapters import vllm_support as serving
+from trl_steady.features.adapters import vllm_sync as serving
 
 built = tools.built
 
@@ -163,7 +163,9 @@ def test_a_base_that_vllm_quantises_otherwise_is_refused(
     wide: Path, built: Callable[..., tuple[Any, LLM]], base: Any
 ) -> None:
     model = wide_model.load(wide, base) if base == "int8" else load(wide, "bitsandbytes", **base)
-    with pytest.raises(ValueError, match=r"vllm_adapter_sync=None: vLLM quantises with .*'nf4'.*use_vllm=False"):
+    with pytest.raises(
+        ValueError, match=r"vLLM has to serve the adapter alone .*: vLLM quantises with .*'nf4'.*use_vllm=False"
+    ):
         built(model)
 
 

@@ -19,8 +19,7 @@ from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.adapters.merging import merged_weights
 from trl_steady.features.adapters.precision import keep_gradients_on_cpu, keep_in_float32, lost_to_rounding
 from trl_steady.features.adapters.saved import refuse_other_adapter
-from trl_steady.features.adapters.vllm_support import needs_adapter
-from trl_steady.features.adapters.vllm_sync import LoraSync
+from trl_steady.features.adapters.vllm_sync import LoraSync, needs_adapter
 from trl_steady.trl_bridge.models import REFERENCE_ADAPTER
 from trl_steady.trl_bridge.trl_state import request_weight_sync
 
