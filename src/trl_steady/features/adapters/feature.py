@@ -33,14 +33,17 @@ class Adapters(Feature):
 
     def around_init(self, construction: Construction, call_next: Callable[[Construction], None]) -> None:
         """Keep the values of a loaded adapter, which TRL's constructor casts to bf16."""
-        model, self._loaded = construction.model, dict[str, Tensor]()
+        model = construction.model
+        self._loaded: dict[str, Tensor] = {}
         if self.args.adapter_dtype is not None and isinstance(model, PeftModel):
             self._loaded = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
         call_next(construction)
 
     def on_init_end(self) -> None:
         """Set dtypes and gradients of the policy, and refuse what would train nothing."""
-        trainer, model, args = self.trainer, self.trainer.model, self.args
+        trainer = self.trainer
+        model = trainer.model
+        args = self.args
         if args.adapter_dtype is not None:
             keep_in_float32(model, self._loaded, args.deepspeed_plugin)
         self._loaded = {}
@@ -79,13 +82,15 @@ class Adapters(Feature):
 
         Under FSDP, and for adapters that cannot be merged on the side, TRL merges into the policy's own weights.
         """
-        trainer, is_quantised = self.trainer, BaseModel(model).is_quantised
+        trainer = self.trainer
+        is_quantised = BaseModel(model).is_quantised
         if is_quantised or trainer.accelerator.distributed_type != DistributedType.FSDP:
             with trainer.vllm_generation.whole(list(model.parameters())):
-                avoidable = () if is_quantised else (ValueError,)  # TRL cannot merge into a quantised base
                 try:
                     weights = merged_weights(model)
-                except avoidable as error:
+                except ValueError as error:
+                    if is_quantised:  # TRL cannot merge into its weights either
+                        raise
                     self.warn(f"each push to vLLM changes the policy's base by rounding: {error}")
                 else:
                     yield from weights
@@ -98,13 +103,15 @@ class Adapters(Feature):
 
     def _check_base(self, model: PeftModel) -> None:
         """Warn of biases that train beside the adapter, and refuse other parameters, which PEFT does not save."""
-        if not (trained := BaseModel(model).trained):
+        trained = BaseModel(model).trained
+        if not trained:
             return
-        what = f"{len(trained)} parameters of the base train beside the adapter, for example {min(trained)}"
+        finding = f"{len(trained)} parameters of the base train beside the adapter, for example {min(trained)}"
         instead = "list their modules in modules_to_save of peft_config"
-        if getattr(model.active_peft_config, "bias", "none") == "none" or not all(n.endswith("bias") for n in trained):
-            raise ValueError(f"{what}, and PEFT does not save them. Freeze them, or {instead}.")
-        self.warn(f"{what}. A reference on this base changes with them. To avoid this, {instead}.")
+        saves_biases = getattr(model.active_peft_config, "bias", "none") != "none"
+        if not saves_biases or not all(name.endswith("bias") for name in trained):
+            raise ValueError(f"{finding}, and PEFT does not save them. Freeze them, or {instead}.")
+        self.warn(f"{finding}. A reference on this base changes with them. To avoid this, {instead}.")
 
     def on_train_begin(self) -> None:
         """Let the engine get the policy, because the steps of a training count from 0 again."""
@@ -118,7 +125,8 @@ class Adapters(Feature):
 
     def save_state(self, checkpoint: Path) -> None:
         """Save how to know a changed base again, and the adapter's configuration, which FSDP's shards lack."""
-        fingerprint, model = self._fingerprint(), self._policy
+        fingerprint = self._fingerprint()
+        model = self._policy
         if fingerprint and self.args.should_save:
             save_file(fingerprint, checkpoint / _FINGERPRINT_FILE)
         has_config = any(checkpoint.glob(f"**/{ADAPTER_CONFIG_NAME}"))
@@ -133,12 +141,7 @@ class Adapters(Feature):
                 f"the active adapters of the policy were {self._active}, and transformers keeps the first only. Merge "
                 "the others into the base before you train."
             )
-        now, file = self._fingerprint(), checkpoint / _FINGERPRINT_FILE
-        before = load_file(file) if file.is_file() else {}
-        # another machine rounds otherwise, by less than this
-        if now.keys() != before.keys() or any(
-            (row - before[name]).abs().max() > 0.02 * row.abs().max() for name, row in now.items()
-        ):
+        if not self._has_base_of(checkpoint / _FINGERPRINT_FILE):
             raise ValueError(
                 f"PEFT has made another base than in {checkpoint}, as init_lora_weights asks it to. Give the same "
                 "peft_config, and set the same seed before you make the adapter; or begin a new run."
@@ -152,4 +155,17 @@ class Adapters(Feature):
 
     def _fingerprint(self) -> dict[str, Tensor]:
         """Return the base's fingerprint, on all processes, which gather it."""
-        return BaseModel(model).fingerprint() if isinstance(model := self._policy, PeftModel) else {}
+        model = self._policy
+        if not isinstance(model, PeftModel):
+            return {}
+        return BaseModel(model).fingerprint()
+
+    def _has_base_of(self, fingerprint_file: Path) -> bool:
+        now = self._fingerprint()
+        before: dict[str, Tensor] = {}
+        if fingerprint_file.is_file():
+            before = load_file(fingerprint_file)
+        if now.keys() != before.keys():
+            return False
+        # another machine rounds otherwise, by less than this
+        return not any((row - before[name]).abs().max() > 0.02 * row.abs().max() for name, row in now.items())

@@ -51,20 +51,29 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
         tied[id(slot.original)].append(slot)
     for slots in tied.values():
         if any(_trained_storage(slot) != _trained_storage(slots[0]) for slot in slots):
+            names = [slot.name for slot in slots]
             raise ValueError(
-                f"{' and '.join(slot.name for slot in slots)} are one tied weight, and the adapter does not change "
+                f"{' and '.join(names)} are one tied weight, and the adapter does not change "
                 "them together. Leave them out of the adapter, or set ensure_weight_tying=True in its config."
             )
     loaded_in = getattr(base.config, "dtype", None)
-    return ((first.name, _merged(first, loaded_in)) for first, *_ in tied.values())
+    return _merged_one_by_one([slots[0] for slots in tied.values()], loaded_in)
+
+
+def _merged_one_by_one(slots: list[WeightSlot], loaded_in: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    for slot in slots:
+        yield slot.name, _merged(slot, loaded_in)
 
 
 @torch.no_grad()
 def _merged(slot: WeightSlot, loaded_in: torch.dtype | None) -> Tensor:
     """Return a weight with the active adapters, in its dtype or, if it is quantised, in `loaded_in`."""
     weight = slot.dequantised()
-    dtype = weight.dtype if slot.quant_state is None else loaded_in or weight.dtype
-    if not (layers := _changing_layers(slot)):
+    dtype = weight.dtype
+    if slot.quant_state is not None and loaded_in is not None:
+        dtype = loaded_in
+    layers = _changing_layers(slot)
+    if not layers:
         return weight.to(dtype)
     merged = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for layer in layers:
@@ -80,25 +89,42 @@ def _with_adapter(weight: Tensor, layer: Any, adapter: str, key: str) -> Tensor:
     if isinstance(layer, TrainableTokensLayer):
         tokens = torch.tensor(layer.token_indices[adapter], device=weight.device)
         return weight.index_copy(0, tokens, layer.trainable_tokens_delta[adapter].to(weight))
-    scaling = layer.scaling[adapter]
     if key == "bias" and not isinstance(layer, ParamWrapper):
         bias = layer.lora_B[adapter].bias
-        return weight if bias is None else weight + bias.to(weight) * scaling
+        if bias is None:
+            return weight
+        return weight + bias.to(weight) * layer.scaling[adapter]
     if isinstance(layer, ParamWrapper):  # its layout of experts is PEFT's own, which rounds the product to the base
         return weight + layer.get_delta_weight(adapter)
-    # PEFT's `get_delta_weight` would round a bf16 adapter's product to bf16
-    if isinstance(layer, lora.Embedding):
-        factors, is_transposed = (layer.lora_embedding_B[adapter], layer.lora_embedding_A[adapter]), True
-    else:
-        factors, is_transposed = (layer.lora_B[adapter].weight, layer.lora_A[adapter].weight), layer.fan_in_fan_out
-    up, down = (factor.to(weight) for factor in factors)
-    merged = weight + ((up @ down).T if is_transposed else up @ down) * scaling
+    merged = weight + _lora_delta(layer, adapter, weight)
     if adapter not in layer.lora_variant:
         return merged
     # DoRA: each output has a norm of its own
-    inputs = 0 if is_transposed else 1
+    inputs = 0 if _is_transposed(layer) else 1
     magnitude = layer.lora_magnitude_vector[adapter].weight.to(weight)
     return (magnitude / merged.norm(dim=inputs)).unsqueeze(inputs) * merged
+
+
+def _lora_delta(layer: Any, adapter: str, weight: Tensor) -> Tensor:
+    """Return what LoRA adds to a weight, computed in its dtype.
+
+    PEFT's `get_delta_weight` would round a bf16 adapter's product to bf16, by 2e-3 of what the adapter adds.
+    """
+    if isinstance(layer, lora.Embedding):
+        up = layer.lora_embedding_B[adapter].to(weight)
+        down = layer.lora_embedding_A[adapter].to(weight)
+    else:
+        up = layer.lora_B[adapter].weight.to(weight)
+        down = layer.lora_A[adapter].weight.to(weight)
+    delta = up @ down
+    if _is_transposed(layer):
+        delta = delta.T
+    return delta * layer.scaling[adapter]
+
+
+def _is_transposed(layer: Any) -> bool:
+    """Return whether the first dimension of a layer's weight is that of its inputs."""
+    return isinstance(layer, lora.Embedding) or layer.fan_in_fan_out
 
 
 def _changing_layers(slot: WeightSlot) -> list[Any]:
@@ -110,17 +136,24 @@ def _changed_keys(layer: Any) -> set[str]:
     """Return the names of the base layer's parameters that an adapter layer changes."""
     if isinstance(layer, ParamWrapper):
         return {layer.parameter_name}
-    has_bias = any(getattr(layer, "lora_bias", {}).get(adapter) for adapter in layer.active_adapters)
-    return {"weight", "bias"} if has_bias else {"weight"}
+    biases: dict[str, bool] = getattr(layer, "lora_bias", {})
+    if any(map(biases.get, layer.active_adapters)):
+        return {"weight", "bias"}
+    return {"weight"}
 
 
 def _trained_storage(slot: WeightSlot) -> set[int]:
     """Return the addresses of a weight and its active adapters: equal for slots that train as one."""
     layers = _changing_layers(slot)
-    active = {adapter for layer in layers for adapter in active_names(layer)}
-    named = (item for layer in layers for item in layer.named_parameters())
-    trained = (value for name, value in named if not active.isdisjoint(name.split(".")))
-    return {value.data_ptr() for value in (slot.parameter, *trained)}
+    active = set[str]()
+    for layer in layers:
+        active.update(active_names(layer))
+    addresses = {slot.parameter.data_ptr()}
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            if not active.isdisjoint(name.split(".")):
+                addresses.add(parameter.data_ptr())
+    return addresses
 
 
 def _refuse_unmergeable(slot: WeightSlot) -> None:
@@ -130,7 +163,7 @@ def _refuse_unmergeable(slot: WeightSlot) -> None:
         adapters = active_names(layer)
         kinds = {type(variants[adapter]).__name__ for adapter in adapters if adapter in variants}
         if type(layer) not in _LAYERS or not kinds <= _DORA:  # others route by token, or change the base
-            raise _refusal(f"{slot.name} in a {' '.join((type(layer).__name__, *kinds))}")
+            raise _refusal(f"{slot.name} in a {' '.join([type(layer).__name__, *kinds])}")
         if kinds and len(adapters) > 1:
             raise _refusal(f"{slot.name} with DoRA in one of {len(adapters)} active adapters")
     value = slot.parameter.data

@@ -33,9 +33,14 @@ def lost_to_rounding(model: torch.nn.Module, learning_rate: float) -> str | None
     """
     if not isinstance(model, PeftModel) or learning_rate == 0:
         return None
-    trained = [p.detach() for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
-    lost = sum(int(((p + learning_rate == p) & (p != 0)).sum()) for p in trained)
-    entries = sum(int((p != 0).sum()) for p in trained)
+    lost = 0
+    entries = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            values = parameter.detach()
+            is_lost = (values + learning_rate == values) & (values != 0)
+            lost += int(is_lost.sum())
+            entries += int((values != 0).sum())
     if lost <= entries / 2:
         return None
     return (

@@ -33,41 +33,51 @@ def refuse_other_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], source: Path, *, same_names: bool = True
 ) -> None:
     """Raise a ValueError if `adapter_settings` differ from those in `source`. Dropout may: say so."""
-    lines = {
-        name: f"\n  {name}={before.get(name)!r}; this run has {name}={now.get(name)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and not (same_names and _OF_NAMES.match(name))
-    }
-    changed = [name for name in lines if "dropout" not in name]
-    found = f"{source} holds an adapter with{''.join(lines[name] for name in changed or lines)}"
+    changed: list[str] = []
+    changed_dropout: list[str] = []
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) == now.get(name) or (same_names and _OF_NAMES.match(name)):
+            continue
+        line = f"\n  {name}={before.get(name)!r}; this run has {name}={now.get(name)!r}"
+        if "dropout" in name:
+            changed_dropout.append(line)
+        else:
+            changed.append(line)
     if changed:
         raise ValueError(
-            f"{found}\nGive the configuration of the run that wrote it (peft_config, value_peft_config), or begin a "
-            "new run from its adapter."
+            f"{source} holds an adapter with{''.join(changed)}\nGive the configuration of the run that wrote it "
+            "(peft_config, value_peft_config), or begin a new run from its adapter."
         )
-    if lines:
-        PartialState().print(found, flush=True)
+    if changed_dropout:
+        PartialState().print(f"{source} holds an adapter with{''.join(changed_dropout)}", flush=True)
 
 
 def refuse_other_adapter(model: PeftModel, checkpoint: Path) -> None:
     """Raise a ValueError if a checkpoint's policy is not the model's active adapter."""
     adapter = model.active_adapters[0]  # transformers loads one
-    folder = next((own for own in (checkpoint / adapter, checkpoint) if (own / ADAPTER_CONFIG_NAME).is_file()), None)
-    if folder is None and (checkpoint / CONFIG_NAME).is_file():  # DeepSpeed and FSDP would load nothing
-        raise ValueError(
-            f"{checkpoint} holds a whole model, and this run trains an adapter. Give the trainer the model and the "
-            "peft_config that the run had."
-        )
-    if folder is None:
+    folder = checkpoint / adapter
+    if not (folder / ADAPTER_CONFIG_NAME).is_file():
+        folder = checkpoint
+    if not (folder / ADAPTER_CONFIG_NAME).is_file():
+        if (checkpoint / CONFIG_NAME).is_file():  # DeepSpeed and FSDP would load nothing
+            raise ValueError(
+                f"{checkpoint} holds a whole model, and this run trains an adapter. Give the trainer the model and "
+                "the peft_config that the run had."
+            )
         return
-    before, now = map(adapter_settings, (PeftConfig.from_pretrained(str(folder)), model.peft_config[adapter]))
-    names, own, tensors = set[str](), set[str](), model.state_dict()
+    before = adapter_settings(PeftConfig.from_pretrained(str(folder)))
+    now = adapter_settings(model.peft_config[adapter])
+    tensors = model.state_dict()
+    saved_names = set[str]()
+    own_names = set[str]()
     if (folder / ADAPTER_SAFE_WEIGHTS_NAME).is_file():
         with safe_open(folder / ADAPTER_SAFE_WEIGHTS_NAME, "pt") as saved:
-            names = set(saved.keys())
-    if names:  # FSDP and DeepSpeed may have saved them in files of their own
-        own = set(get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False))
+            saved_names = set(saved.keys())
+    if saved_names:  # FSDP and DeepSpeed may have saved them in files of their own
+        own_names = set(get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False))
     # embeddings that were resized are saved too, and loaded into the base
-    differing = (own ^ names) - tensors.keys()
-    before["tensors"], now["tensors"] = (sorted(differing & each)[:2] for each in (names, own))
-    refuse_other_settings(before, now, checkpoint, same_names=bool(names) and own == names)
+    differing = (own_names ^ saved_names) - tensors.keys()
+    before["tensors"] = sorted(differing & saved_names)[:2]
+    now["tensors"] = sorted(differing & own_names)[:2]
+    same_names = bool(saved_names) and own_names == saved_names
+    refuse_other_settings(before, now, checkpoint, same_names=same_names)

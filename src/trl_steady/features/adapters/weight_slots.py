@@ -40,8 +40,12 @@ class WeightSlot(NamedTuple):
 
     def dequantised(self) -> Tensor:
         """Return the base's weight in its full shape: a new tensor if it is quantised, otherwise the stored one."""
-        dequantise: Any = dequantize_4bit if isinstance(self.owner, Linear4bit) else dequantize_bnb_weight
-        return self.parameter.data if self.quant_state is None else dequantise(self.parameter, self.quant_state)
+        state = self.quant_state
+        if state is None:
+            return self.parameter.data
+        if isinstance(self.owner, Linear4bit):
+            return dequantize_4bit(self.parameter, state)
+        return dequantize_bnb_weight(self.parameter, state)
 
 
 def iter_weight_slots(base: torch.nn.Module) -> Iterator[WeightSlot]:
@@ -51,26 +55,34 @@ def iter_weight_slots(base: torch.nn.Module) -> Iterator[WeightSlot]:
 
 def active_names(layer: BaseTunerLayer) -> list[str]:
     """Return the active adapters that are in a layer. A reference or a critic may have layers of its own."""
-    parts = [getattr(layer, part, ()) for part in layer.adapter_layer_names]
-    return [name for name in layer.active_adapters if any(name in part for part in parts)]
+    present = set[str]()
+    for part in layer.adapter_layer_names:
+        present.update(getattr(layer, part, ()))
+    return [name for name in layer.active_adapters if name in present]
 
 
 def _slots(module: torch.nn.Module, original: Any, name: str, layers: tuple[Any, ...]) -> Iterator[WeightSlot]:
     children: dict[str, Any] = module._modules
     if isinstance(module, ModulesToSaveWrapper):
-        active = module.active_adapters  # PEFT allows one at most
-        trained = children["modules_to_save"][active[0]] if active else module.original_module
-        yield from _slots(trained, module.original_module, name, layers)
+        original_module = module.original_module
+        trained = original_module
+        if module.active_adapters:  # PEFT allows one at most
+            trained = children["modules_to_save"][module.active_adapters[0]]
+        yield from _slots(trained, original_module, name, layers)
     elif isinstance(module, TrainableTokensWrapper):
         yield from _slots(children["token_adapter"], children["token_adapter"], name, layers)
     elif isinstance(module, BaseTunerLayer):
-        acting = (module, *layers) if active_names(module) else layers
-        yield from _slots(children["base_layer"], children["base_layer"], name, acting)
+        if active_names(module):
+            layers = (module, *layers)
+        yield from _slots(children["base_layer"], children["base_layer"], name, layers)
     else:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 yield WeightSlot(f"{name}{key}", module, key, original._parameters.get(key, parameter), layers)
         for key, child in children.items():
-            if child is not None:
-                path = name if key == "_checkpoint_wrapped_module" else f"{name}{key}."
-                yield from _slots(child, original._modules.get(key, child), path, ())
+            if child is None:
+                continue
+            path = f"{name}{key}."
+            if key == "_checkpoint_wrapped_module":
+                path = name
+            yield from _slots(child, original._modules.get(key, child), path, ())
