@@ -120,11 +120,33 @@ def test_the_check_changes_no_bit_of_a_run(
 def test_another_distribution_than_the_policys_is_not_compared(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     found = compared(monkeypatch)
     with pytest.warns(
-        UserWarning, match="engine_check=1.0 cannot act: .* without top_p=0.9 and repetition_penalty=1.2"
+        UserWarning, match="engine_check=1.0 has no effect because .* without top_p=0.9 and repetition_penalty=1.2"
     ):
         trainer, _ = built(max_steps=1, top_p=0.9, repetition_penalty=1.2)
     trainer.train()
     assert not found
+
+
+QUANTISED = {"vllm_adapter_sync": True, "vllm_engine_kwargs": {"quantization": "bitsandbytes"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [({}, 0.1), ({"engine_check": 0.9}, 0.9), ({"vllm_adapter_sync": False}, 1.0), (QUANTISED, 1.0)],
+    ids=["adapter", "a user's limit", "merged weights", "quantised by the user"],
+)
+def test_the_default_limit_is_lower_where_the_engine_has_loaded_the_base(
+    built: Built, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], limit: float
+) -> None:
+    """A mean k3 just above the limit is refused, and one just below it passes."""
+    for k3 in (0.98 * limit, 1.02 * limit):
+        monkeypatch.setattr(engine_check, "disagreement", lambda *_, k3=k3: torch.tensor([100 * k3, 100.0, 100.0]))
+        trainer, _ = built(max_steps=1, **options)
+        if k3 < limit:
+            trainer.train()
+            continue
+        with pytest.raises(ValueError, match=rf"nats per token, more than {limit}\. .*set engine_check to a larger"):
+            trainer.train()
 
 
 def rolled(logprobs: Any) -> Any:
@@ -153,7 +175,9 @@ def test_a_rollout_func_is_compared_by_its_log_probs(models: dict[str, Path], tm
         some.train()
     assert "vllm" not in str(refused.value)
     for trainer in without:
-        with pytest.warns(UserWarning, match="engine_check=1.0 cannot act: the rollout has no log-probs") as caught:
+        with pytest.warns(
+            UserWarning, match="engine_check=1.0 has no effect because the rollout has no log-probs"
+        ) as caught:
             trainer.train()
         assert len([each for each in caught if "engine_check" in str(each.message)]) == 1
 

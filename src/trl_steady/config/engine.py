@@ -56,8 +56,9 @@ class EngineOptions(_TRLConfig):
     engine_check: Annotated[float | None, POSITIVE] = option(
         1.0,
         "Largest mean k3, in nats per token, between trainer and vLLM (or a `rollout_func`) in the first rollout of "
-        "a run and in the first after a resume. A larger value means that the engine probably serves another model; "
-        "the run then stops with an error. None: no check.",
+        "a run and in the first after a resume. A larger value means that the engine probably serves another model. "
+        "The run then stops with an error. The default, 1.0, counts as 0.1 where vLLM gets the adapter alone. None: "
+        "no check.",
     )
     async_generate: bool = option(
         False,
