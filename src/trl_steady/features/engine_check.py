@@ -92,7 +92,9 @@ class EngineCheck(Feature):
             return limit
         gets_adapter = getattr(self.trainer.vllm_generation, "adapter", None) is not None
         is_quantised = "quantization" in (self.args.vllm_engine_kwargs or {})  # by the user: the base differs a little
-        return _ADAPTER_LIMIT if gets_adapter and not is_quantised else limit
+        if gets_adapter and not is_quantised:
+            return _ADAPTER_LIMIT
+        return limit
 
     def _way_out(self) -> str:
         if not self.trainer.use_vllm:
