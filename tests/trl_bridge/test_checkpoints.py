@@ -206,7 +206,9 @@ def test_the_newest_complete_checkpoint_is_taken(
     file, spoil = HALF[name]
     spoil(folder / "checkpoint-18")
     way_out = re.escape(f"resume_from_checkpoint={str(folder / 'checkpoint-18')!r} takes it all the same")
-    said = rf"^checkpoint-18 is incomplete: {file} is missing or cut off \({way_out}\)\. checkpoint-15 is complete, and"
+    said = (
+        rf"^checkpoint-18 is incomplete: {file} is missing or cut off \({way_out}\)\. checkpoint-15 is complete, and"
+    )
     with pytest.warns(UserWarning, match=said) as caught:
         trainer.train(resume_from_checkpoint=True)
     assert [row["step"] for row in trainer.state.log_history[-4:]] == [16, 17, 18, 18]
