@@ -178,7 +178,7 @@ check: $(VENV)/.test
 	for version in $(PYTHONS); do \
 		export PYENV_VERSION=$$version PYTHONPYCACHEPREFIX=$(VENV)/pycache; \
 		if python$$version --version >/dev/null 2>&1; \
-		then python$$version -W error -m compileall -q src tests recipes docs || exit; \
+		then python$$version -W error -m compileall -q src tests benchmarks recipes docs || exit; \
 		else echo "skipped: no python$$version here to compile the sources with"; fi; \
 	done
 
@@ -204,13 +204,13 @@ docs: $(VENV)/.docs $(VENV)/.test
 	DOCS_SITE=site $(BIN)/python -m pytest -q tests/project/test_docs.py tests/project/test_site.py
 
 bench: $(VENV)/.recipes
-	$(BIN)/python tests/benchmarks/seam.py
-	$(BIN)/python tests/benchmarks/reference.py
-	$(TRAIN) tests/benchmarks/padding.py
-	$(TRAIN) tests/benchmarks/weights.py
-	$(TRAIN) tests/benchmarks/replay.py
-	$(TRAIN) tests/benchmarks/sampling_mask.py
-	$(TRAIN) tests/benchmarks/dynamic_sampling.py
+	$(BIN)/python benchmarks/seam.py
+	$(BIN)/python benchmarks/reference.py
+	$(TRAIN) benchmarks/padding.py
+	$(TRAIN) benchmarks/weights.py
+	$(TRAIN) benchmarks/replay.py
+	$(TRAIN) benchmarks/sampling_mask.py
+	$(TRAIN) benchmarks/dynamic_sampling.py
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .

@@ -27,7 +27,7 @@ from tests.tools.headroom import Headroom
 
 torch.set_num_threads(1)
 
-collect_ignore = ["benchmarks", "project/dist.py"]  # scripts, which the doctest collector would import
+collect_ignore = ["project/dist.py"]  # a script, which the doctest collector would import
 
 
 QUICK_CASES = 8  # of each test in a quick run

@@ -97,9 +97,9 @@ def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple
     """Train two steps of two micro-batches on CPU. Return the bytes of all states and the peak, as allocated."""
     sys.path.insert(0, str(PAGE.parents[1]))
     import torch
+    from benchmarks.padding import peak_bytes
     from datasets import Dataset
     from peft import LoraConfig
-    from tests.benchmarks.padding import peak_bytes
     from tests.tools import tiny
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3MoeConfig
 

@@ -1,6 +1,6 @@
 """Draw `one_base.png` beside this file: the weights that stand in memory with each way of training.
 
-python tests/benchmarks/critic.py --json outputs/critic.json
+python benchmarks/critic.py --json outputs/critic.json
 python docs/figures/one_base.py outputs/critic.json
 """
 

@@ -1,4 +1,4 @@
-"""Draw `padding.png` beside this file, from `padding.json`: results of `tests/benchmarks/padding.py --json`."""
+"""Draw `padding.png` beside this file, from `padding.json`: results of `benchmarks/padding.py --json`."""
 
 import json
 from collections.abc import Mapping

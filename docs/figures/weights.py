@@ -1,4 +1,4 @@
-"""Draw `weights.png` beside this file, from `weights.json`: results of `tests/benchmarks/weights.py --json`."""
+"""Draw `weights.png` beside this file, from `weights.json`: results of `benchmarks/weights.py --json`."""
 
 import json
 from collections.abc import Mapping

@@ -33,7 +33,7 @@ def save_model(folder: Path, sizes: dict[str, Any]) -> Path:
 
 
 def bench_options(place: Place, *, checkpointing: bool = False) -> argparse.Namespace:
-    """Return the options of `tests/benchmarks/padding.py` for this device."""
+    """Return the options of `benchmarks/padding.py` for this device."""
     return argparse.Namespace(
         **{"batch": 8, "window": place.choose(1, 4), "scale": place.choose(0.1, 1.0)},
         **{"random": True, "large": False, "checkpointing": checkpointing, "rounds": 3},

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from benchmarks import padding
+from benchmarks.padding import TRL, Bench
 
-from tests.benchmarks import padding
-from tests.benchmarks.padding import TRL, Bench
 from tests.gpu import models
 from tests.gpu.places import Place
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import torch
+from benchmarks import padding
+from benchmarks.padding import TRL
 
-from tests.benchmarks import padding
-from tests.benchmarks.padding import TRL
 from tests.gpu import models
 from tests.gpu.padded import CHECKPOINTING, steps
 from tests.gpu.places import Place, everywhere

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from benchmarks import padding
+from benchmarks.padding import TRL, Bench, Outcome
 from torch import Tensor
 
-from tests.benchmarks import padding
-from tests.benchmarks.padding import TRL, Bench, Outcome
 from tests.gpu import models
 from tests.gpu.padded import CHECKPOINTING, steps
 from tests.gpu.places import KERNELS, Place, everywhere

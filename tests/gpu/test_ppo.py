@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import critic
 
-from tests.benchmarks import critic
 from tests.gpu import models
 from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import padding
 from torch import Tensor
 
 import trl_steady
-from tests.benchmarks import padding
 from tests.gpu import models
 from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures

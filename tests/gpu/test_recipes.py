@@ -41,7 +41,7 @@ def test_the_iterative_recipe_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("benchmark", [("seam.py", "--smollm2", "--batch", "32"), ("reference.py",)], ids="_".join)
 def test_a_benchmark_beside_trl_ends(benchmark: tuple[str, ...]) -> None:
     """It prints figures to record."""
-    command = [sys.executable, f"tests/benchmarks/{benchmark[0]}", *benchmark[1:]]
+    command = [sys.executable, f"benchmarks/{benchmark[0]}", *benchmark[1:]]
     ended = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
     print(ended.stdout)
     assert "ours" in ended.stdout

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.measuring import seconds
 
-from tests.benchmarks.measuring import seconds
 from tests.features.reference.tools import MOVING, base_tensors
 from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures

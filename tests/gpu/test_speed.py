@@ -4,9 +4,9 @@ import statistics
 from pathlib import Path
 
 import pytest
+from benchmarks import padding, replay
+from benchmarks.padding import TRL
 
-from tests.benchmarks import padding, replay
-from tests.benchmarks.padding import TRL
 from tests.gpu import models
 from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures

@@ -1,8 +1,8 @@
-"""The table of recorded runs is whole, and the diagnosis says what it must; tests/benchmarks/diagnosis.py shows it."""
+"""The table of recorded runs is whole, and the diagnosis says what it must; benchmarks/diagnosis.py shows it."""
 
 import pytest
+from benchmarks import diagnosis
 
-from tests.benchmarks import diagnosis
 from tests.report.runs import recorded
 
 

@@ -1,6 +1,6 @@
 """Measure the cost of `training_report` and `log_line` on the demo's model, with and without them in turns.
 
-    python tests/benchmarks/report.py [--rounds 12] [--random]
+    python benchmarks/report.py [--rounds 12] [--random]
 
 A round is the demo's rollout of 64 answers and its four updates, with a log after each update. Pages are written at
 saves, which take at most 1 % of the time, and at the end, which is not measured here. `--random` takes a small random
@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_steady
 
-sys.path += [str(Path(__file__).parents[2])]
-from tests.benchmarks import measuring
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks import measuring
 from trl_steady.features.training_report import TrainingReport
 from trl_steady.report.page import write
 

@@ -1,6 +1,6 @@
 """What a reference that moves costs, ours and TRL's side by side in one run: bytes, a refresh, a step.
 
-    python tests/benchmarks/reference.py [--rounds 10] [--batch 8] [--prompt 64] [--completion 32] [--random]
+    python benchmarks/reference.py [--rounds 10] [--batch 8] [--prompt 64] [--completion 32] [--random]
 
 SmolLM2-135M-Instruct, unquantised. A step is the reference's pass over a rollout, and loss and backward on it. The
 variants take turns, so that a drift of the machine's speed meets all; ratios are to TRL's full-model reference, round
@@ -23,11 +23,10 @@ from trl.trainer.utils import use_adapter
 
 import trl_steady
 
-sys.path += [str(Path(__file__).parents[2])]
-from tests.benchmarks import measuring
-from tests.benchmarks.seam import rollouts
-
-from trl_steady.features.reference.tensors import paired, refresh
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks import measuring
+from benchmarks.seam import rollouts
+from trl_steady.features.reference.tensors import refresh, paired
 
 
 class Variant(NamedTuple):

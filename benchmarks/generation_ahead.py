@@ -1,6 +1,6 @@
 """Measure seconds per step without and with `async_generate`: a vLLM server on core 0, the trainer on core 1.
 
-    .venv-vllm/bin/python -m tests.benchmarks.generation_ahead [--pairs 5] [--steps 12] [--length 23] [--answers 16]
+    .venv-vllm/bin/python -m benchmarks.generation_ahead [--pairs 5] [--steps 12] [--length 23] [--answers 16]
 
 trains a LoRA adapter on a random model of 17 million parameters. All answers are equally long, and each rollout feeds
 one update. The first two steps of a run are not counted. Runs without and with the option take turns. A step without
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.benchmarks import measuring
+from benchmarks import measuring
 
 compare = importlib.import_module("async.compare")  # a keyword is no name
 

@@ -1,7 +1,7 @@
 """Compare what the diagnosis says of recorded runs with what it must say: tests/data/runs.toml.
 
-    python -m tests.benchmarks.diagnosis evaluate [--logs FILE]
-    python -m tests.benchmarks.diagnosis record [--logs FILE --seed N] [--only TEXT] [--again]
+    python -m benchmarks.diagnosis evaluate [--logs FILE]
+    python -m benchmarks.diagnosis record [--logs FILE --seed N] [--only TEXT] [--again]
 
 `record` trains the runs whose log FILE lacks, each in 1 to 30 seconds. FILE is tests/data/runs.jsonl.xz by default.
 With another seed, runs can be recorded that nobody had seen when the limits were chosen.
@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT)]
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 from tests.report.runs import recorded
 
 from trl_steady.report import History, diagnose
@@ -40,7 +40,7 @@ def logs(file: Path = LOGS) -> dict[str, dict[str, Any]]:
 
 def record(file: Path, only: str, again: bool, seed: int) -> None:
     """Train the runs that have no log, and save each."""
-    from tests.benchmarks.recorded import train
+    from benchmarks.recorded import train
 
     for name, about in RUNS.items():
         known = logs(file)

@@ -1,6 +1,6 @@
 """Measure seconds and generated answers for each optimizer step with dynamic sampling, by the share z of idle groups.
 
-    python tests/benchmarks/dynamic_sampling.py [--rounds 10] [--groups 8] [--size 4] [--completion 64] [--random]
+    python benchmarks/dynamic_sampling.py [--rounds 10] [--groups 8] [--size 4] [--completion 64] [--random]
 
 SmolLM2-135M, fully fine-tuned in float32 (on CUDA under bf16 autocast), or with --random a small random model. A step
 begins with a rollout that transformers generates, without a stop token, so that all answers are equally long. A group
@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_steady
 
-sys.path += [str(Path(__file__).parents[2])]
-from tests.benchmarks import measuring
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.tools import tiny
+
+from benchmarks import measuring
 
 IDLE = (0.0, 0.3, 0.6, 0.9)
 

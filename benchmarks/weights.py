@@ -1,9 +1,9 @@
 """Compare a step of ours that computes only what has a gradient with TRL's, side by side, with an engine's log-probs.
 
-    python tests/benchmarks/weights.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.2] [--random] [--json PATH]
+    python benchmarks/weights.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.2] [--random] [--json PATH]
 
 SmolLM2-135M-Instruct, fully fine-tuned in float32 (on CUDA under bf16 autocast), on the lognormal lengths of
-tests/benchmarks/padding.py. In a share z of the groups all answers earn the same. A step is all that TRL's
+benchmarks/padding.py. In a share z of the groups all answers earn the same. A step is all that TRL's
 `training_step` does for an optimizer step that begins with a rollout: its columns, forward, loss and backward. A
 `rollout_func` stands in for the engine, so that neither sampling nor a push of weights is timed. Each rollout feeds
 one update, as with TRL's defaults, and there is no reference. All variants of a z take turns. The round before the
@@ -25,12 +25,12 @@ from torch import Tensor
 
 import trl_steady
 
-sys.path += [str(Path(__file__).parents[2])]
-from tests.benchmarks import measuring, padding
-from tests.benchmarks.measuring import CUDA
-from tests.benchmarks.padding import GROUP, TRL, Outcome, Rollouts, difference, rollouts
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.tools import engines
 
+from benchmarks import measuring, padding
+from benchmarks.measuring import CUDA
+from benchmarks.padding import GROUP, TRL, Outcome, Rollouts, difference, rollouts
 from trl_steady.trl_bridge.patching import patched
 
 OLD_PASS, BOTH, BUDGET = "skip_old_pass", "skip_old_pass, skip_zero_weight", "both, token_budget"

@@ -1,6 +1,6 @@
 """What the kept sampling mask costs: optimizer steps with it, and with TRL's fused head alone, side by side.
 
-    python tests/benchmarks/sampling_mask.py [--rounds 15] [--batch 4] [--prompt 64] [--completion 128] [--layers 4]
+    python benchmarks/sampling_mask.py [--rounds 15] [--batch 4] [--prompt 64] [--completion 128] [--layers 4]
 
 Random models in float32 (on CUDA under bf16 autocast) with few layers, so that the head counts: with SmolLM2's
 vocabulary of 49,152 and width of 576, and with Qwen2.5's of 151,936 and 896. A step is the old policy's log-probs of a
@@ -23,13 +23,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import trl_steady
 
-sys.path += [str(Path(__file__).parents[2])]
-from tests.benchmarks import measuring
-from tests.benchmarks.measuring import CUDA
-from tests.benchmarks.padding import peak_bytes
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.tools import tiny
 from tests.tools.sets import candidate_sets
 
+from benchmarks import measuring
+from benchmarks.measuring import CUDA
+from benchmarks.padding import peak_bytes
 from trl_steady.trl_bridge.patching import patched
 
 MODELS = {49_152: (576, 9, 3, 1536), 151_936: (896, 14, 2, 4864)}  # vocabulary: width, heads, key heads, inner width

@@ -1,6 +1,6 @@
 """What a critic costs: bytes of each part on one base, and memory and time of a step against GRPO's, side by side.
 
-    python tests/benchmarks/critic.py [--rounds 5] [--batch 8] [--window 2] [--rank 16] [--kinds NF4 LoRA full]
+    python benchmarks/critic.py [--rounds 5] [--batch 8] [--window 2] [--rank 16] [--kinds NF4 LoRA full]
         [--random | --large] [--json PATH]
 
 SmolLM2-135M-Instruct: NF4 with LoRA, float32 with LoRA, and fully fine-tuned. A step is all that the trainer does for
@@ -22,10 +22,11 @@ from peft import LoraConfig
 
 import trl_steady
 
-sys.path += [str(Path(__file__).parents[2])]
-from tests.benchmarks import measuring, padding, reference
-from tests.benchmarks.measuring import CUDA
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.tools import wide
+
+from benchmarks import measuring, padding, reference
+from benchmarks.measuring import CUDA
 
 KINDS = ("NF4", "LoRA", "full")
 

@@ -1,6 +1,6 @@
 """What replaying routes costs: optimizer steps of a mixture of experts, with replay and without, side by side.
 
-    python tests/benchmarks/replay.py [--rounds 15] [--batch 8] [--window 2] [--prompt 64] [--completion 192]
+    python benchmarks/replay.py [--rounds 15] [--batch 8] [--window 2] [--prompt 64] [--completion 192]
 
 A random Qwen3-MoE of 64 experts, 8 a token, fully fine-tuned in float32 (on CUDA under bf16 autocast). A step is all
 that TRL's `training_step` does for the micro-batches of an optimizer step that begins with a rollout: log-probs of the
@@ -24,11 +24,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import trl_steady
 
-sys.path += [str(Path(__file__).parents[2])]
-from tests.benchmarks import measuring
-from tests.benchmarks.measuring import CUDA
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.tools import tiny
 
+from benchmarks import measuring
+from benchmarks.measuring import CUDA
 from trl_steady.features.router_replay.feature import RouterReplay
 from trl_steady.trl_bridge.patching import patched
 

@@ -1,6 +1,6 @@
 """What leaving out padding saves: ours and TRL's side by side in one run, a whole optimizer step on fixed rollouts.
 
-    python tests/benchmarks/padding.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.5] [--sets NAME ...]
+    python benchmarks/padding.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.5] [--sets NAME ...]
         [--checkpointing] [--random | --large] [--json PATH]
 
 SmolLM2-135M-Instruct, fully fine-tuned in float32 (on CUDA under bf16 autocast). A step is all that TRL's
@@ -30,10 +30,9 @@ from torch import Tensor
 
 import trl_steady
 
-sys.path += [str(Path(__file__).parents[2])]
-from tests.benchmarks import measuring
-from tests.benchmarks.measuring import CUDA
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks import measuring
+from benchmarks.measuring import CUDA
 from trl_steady.trl_bridge.patching import patched
 
 GROUP = 8  # completions of a prompt

@@ -2,7 +2,7 @@
 
 Both have a KL, an off-policy mask and metrics, and neither leaves out padding.
 
-    python tests/benchmarks/seam.py [--pairs 30] [--batch 16] [--prompt 64] [--completion 64] [--smollm2]
+    python benchmarks/seam.py [--pairs 30] [--batch 16] [--prompt 64] [--completion 64] [--smollm2]
 
 Both trainers get the same fixed rollouts. They take turns, so that a drift of the machine's speed meets both; what is
 printed is the ratio pair by pair. `--smollm2` takes the recipe's NF4 model in place of a small random one.
@@ -21,10 +21,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_steady
 
-sys.path += [str(Path(__file__).parents[2])]
-from tests.benchmarks import measuring
-from tests.benchmarks.measuring import CUDA
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.tools import tiny
+
+from benchmarks import measuring
+from benchmarks.measuring import CUDA
 
 
 def trainer(package: Any, options: argparse.Namespace, folder: str, **loss: Any) -> Any:

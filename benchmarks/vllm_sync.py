@@ -1,6 +1,6 @@
 """Time a sync of a LoRA policy to a colocated vLLM: the adapter alone, against all weights with it merged.
 
-    .venv-vllm/bin/python -m tests.benchmarks.vllm_sync
+    .venv-vllm/bin/python -m benchmarks.vllm_sync
 
 builds two engines in this process, with the shape of SmolLM2-135M and random weights, and syncs them in turn. It
 prints the bytes and seconds of a sync, and the ratio of the seconds, pair by pair. It needs the environment of

@@ -19,8 +19,8 @@ import trl
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT), str(ROOT / "recipes")]
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 from tests.tools import tiny
 
 CUDA = torch.cuda.is_available()
