@@ -1,4 +1,4 @@
-"""Means and masks as functions: what they read, and GSPO's ratio among them. Decisions: `losses/test_masks.py`."""
+"""Means and masks as functions: what they read. Decisions: `losses/test_masks.py`."""
 
 import pytest
 import torch
@@ -13,22 +13,6 @@ def log_probs() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     policy, sampler = -torch.randn(2, 4, 4, generator=generator, dtype=torch.float64).abs()
     return policy, sampler
-
-
-def test_the_mean_of_log_ratios_is_the_log_of_the_geometric_mean() -> None:
-    # token ratios 2, 8, 1/2 over three loss tokens: (2 * 8 / 2) ** (1/3) = 2
-    ratios = torch.tensor([[2.0, 8.0, 0.5, 100.0]], dtype=torch.float64)
-    log_s = masks.sequence_mean(ratios.log(), torch.tensor([[True, True, True, False]]))
-    assert log_s.exp().item() == pytest.approx(2.0, abs=1e-15)
-
-
-def test_garbage_under_the_mask_reaches_neither_the_mean_nor_its_gradient() -> None:
-    values, _ = log_probs()
-    clean, dirty = values.clone().requires_grad_(), values.masked_fill(~MASK, torch.nan).requires_grad_()
-    means = [masks.sequence_mean(each, MASK) for each in (clean, dirty)]
-    assert torch.equal(*means)
-    sum(mean.sum() for mean in means).backward()
-    assert torch.equal(dirty.grad, clean.grad)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +45,6 @@ def test_a_sequence_without_loss_tokens_is_kept_by_all() -> None:
     assert masks.geometric_mask(log_ratio, MASK, low=0.9, high=1.1).flatten().tolist() == [False, False, False, True]
     assert masks.token_veto(log_ratio, MASK, threshold=0.5).flatten().tolist() == [False, False, False, True]
     assert masks.off_policy_statistic(policy, sampler + 5, MASK)[3] == 0
-
-
-def test_the_statistic_is_minus_gspos_log_ratio() -> None:
-    policy, sampler = log_probs()
-    log_s = masks.sequence_mean(policy - sampler, MASK)
-    statistic = masks.off_policy_statistic(policy.requires_grad_(), sampler, MASK)
-    assert torch.equal(statistic, -log_s) and not statistic.requires_grad
 
 
 def test_a_token_that_was_not_scored_counts_as_agreed_upon() -> None:

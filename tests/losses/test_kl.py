@@ -30,7 +30,7 @@ def test_our_kl_equals_trls_at_token_level(evaluate: Evaluate, loss_type: str, t
         "num_items_in_batch": torch.tensor(37),  # of the whole generation batch
     }
     options = {"loss_type": loss_type, "beta": BETA, "inputs": inputs, "training": training}
-    options["attributes"] = {"current_gradient_accumulation_steps": 1}  # of 4 in a generation
+    options["attributes"] = {"current_gradient_accumulation_steps": 2}  # of 4 in a generation
     ours = evaluate(batch, build=ENGINE, kl_ratio_denominator="sampler", **options)
     theirs = evaluate(batch, ours=False, **options)
     assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-12)
@@ -40,9 +40,14 @@ def test_our_kl_equals_trls_at_token_level(evaluate: Evaluate, loss_type: str, t
     assert not torch.allclose(ours.grad, without.grad, rtol=1e-2)  # there was a KL to compare
 
 
-@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "grpo"])
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("denominator", ["old", "sampler"])
+@pytest.mark.parametrize(
+    ("loss_type", "estimator", "denominator"),
+    [
+        *(("gspo", estimator, denominator) for estimator in ("k1", "k2", "k3") for denominator in ("old", "sampler")),
+        *(("gspo_token", "k3", "old"), ("gspo_token", "k1", "sampler")),
+        *(("grpo", "k2", "old"), ("grpo", "k3", "sampler")),
+    ],
+)
 def test_each_estimator_and_denominator_is_the_oracles(
     evaluate: Evaluate, loss_type: str, estimator: str, denominator: str
 ) -> None:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from tests.oracles import losses as oracles
 from tests.tools.batches import HIGH, LOW, TRL_SEQUENCE_LEVEL, Batch, Evaluate, Outcome, random_batch
+from trl_steady.core.types import MicroBatch
+from trl_steady.losses import gspo_token
 
 # B == T and T == 1 among them
 CASES = [((6, 5), None), ((6, 5), 1.4), ((5, 5), 1.4), ((6, 1), None), ((1, 1), 1.4), ((2, 7), None)]
@@ -47,6 +49,17 @@ def test_gspo_token_with_advantages_per_token_is_the_oracles(
         assert (ours.grad[batch.mask] == 0).any() and (ours.grad[batch.mask] != 0).any()
         plain_grpo = oracles.grpo_token(*batch, eps_low=LOW, eps_high=HIGH)
         assert not torch.allclose(ours.grad, plain_grpo.grad, rtol=1e-3)
+
+
+def test_the_ratio_that_trl_forms_under_gspo_token_is_bit_equal_to_the_sequences_in_float32() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logps = -20 * torch.rand(64, 33, generator=generator)
+    old_logps = logps + 1e-3 * torch.randn(64, 33, generator=generator)
+    batch = MicroBatch(torch.ones(64, 33) > 0, logps, logps, None, torch.ones(64), old_logps)
+    rewritten, log_s = gspo_token(batch), batch.sequence_log_ratio
+    assert torch.equal(rewritten.logps - rewritten.old_logps, log_s.expand(64, 33))
+    # negative control: the same on paper, with log π left in place
+    assert not torch.equal(logps - (logps - log_s), log_s.expand(64, 33))
 
 
 @pytest.mark.parametrize(

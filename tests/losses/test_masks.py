@@ -27,9 +27,10 @@ def one(advantage: float | list[float], statistic: float) -> Batch:
     return Batch(logps, old_logps, torch.ones(2, 2, dtype=torch.bool), advantages.double())
 
 
-@pytest.mark.parametrize(("level", "loss_type"), [("sequence", "gspo"), ("token", "gspo_token"), ("sequence", "grpo")])
-@pytest.mark.parametrize("statistic", [-0.75, 0.5, 0.75])  # below, at and above delta, exact in binary
-@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize(("level", "loss_type"), [("sequence", "gspo"), ("token", "gspo_token")])
+@pytest.mark.parametrize(  # below, at and above delta, exact in binary
+    ("advantage", "statistic"), [(-1.0, -0.75), (-1.0, 0.5), (-1.0, 0.75), (0.0, 0.75), (1.0, 0.75)]
+)
 def test_only_far_sequences_with_a_negative_advantage_are_dropped(
     evaluate: Evaluate, advantage: float, statistic: float, level: str, loss_type: str
 ) -> None:
@@ -70,8 +71,10 @@ def oracle_keep(name: str, batch: Batch, sampler_logps: Tensor) -> Tensor:
     return by(batch.advantages, batch.logps, sampler_logps, batch.mask, 0.1)
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
+@pytest.mark.parametrize(
+    ("loss_type", "name"),
+    [*(("gspo_token", name) for name in MASKS), *(("gspo", name) for name in MASKS), ("grpo", "off_policy by token")],
+)
 def test_loss_and_gradient_are_the_oracles(evaluate: Evaluate, loss_type: str, name: str) -> None:
     per_token = loss_type != "gspo"
     batch = random_batch(12, 6, per_token=per_token)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracles import trust_regions as oracles
 from tests.tools.batches import Batch, Evaluate, Outcome, random_batch
 from trl_steady.losses import LOSSES
 
@@ -26,14 +25,6 @@ def test_it_is_reduced_as_the_kl_in_every_loss(evaluate: Evaluate, loss_type: st
     assert not torch.allclose(found.grad, plain.grad, rtol=1e-3)
 
 
-def test_loss_and_gradient_are_the_oracles(evaluate: Evaluate) -> None:
-    batch = random_batch(per_token=True)
-    on, off = (evaluate(batch, loss_type="grpo", sampler_penalty=tau) for tau in (TAU, 0.0))
-    oracle = oracles.sampler_penalty(batch.logps, batch.old_logps, batch.mask, tau=TAU)
-    assert (on.loss - off.loss).item() == pytest.approx(oracle.loss, rel=1e-12)
-    assert torch.allclose(on.grad - off.grad, oracle.grad, rtol=1e-12, atol=1e-15)
-
-
 def penalised(evaluate: Evaluate, batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor, Outcome]:
     """Return what the penalty adds to the loss and to its gradient."""
     on, off = (evaluate(batch, loss_type="dr_grpo", sampler_penalty=tau, **options) for tau in (TAU, 0.0))
@@ -43,9 +34,10 @@ def penalised(evaluate: Evaluate, batch: Batch, **options: Any) -> tuple[torch.T
 def test_value_gradient_and_metric_by_hand(evaluate: Evaluate) -> None:
     old_logps, logps = torch.tensor([[-1.0, -2.0, -1.0]]).double(), torch.tensor([[-0.5, -4.0, -9.0]]).double()
     batch = Batch(logps, old_logps, torch.tensor([[True, True, False]]), torch.tensor([0.7]).double())
-    value, grad, outcome = penalised(evaluate, batch, max_completion_length=10)
-    assert value.item() == pytest.approx(TAU * (0.25 + 4.0) / 10, rel=1e-12)
-    assert grad[0].tolist() == pytest.approx([2 * TAU * 0.5 / 10, 2 * TAU * -2.0 / 10, 0.0], rel=1e-12)
+    window = {"current_gradient_accumulation_steps": 2}  # micro-batches of a step, each with half of the weight
+    value, grad, outcome = penalised(evaluate, batch, max_completion_length=10, attributes=window)
+    assert value.item() == pytest.approx(TAU * (0.25 + 4.0) / 20, rel=1e-12)
+    assert grad[0].tolist() == pytest.approx([2 * TAU * 0.5 / 20, 2 * TAU * -2.0 / 20, 0.0], rel=1e-12)
     assert outcome.metrics["sampler_penalty"] == pytest.approx((0.25 + 4.0) / 2)
 
 

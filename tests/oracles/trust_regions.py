@@ -7,7 +7,6 @@ Sources, and where each formula was read:
 
 * DPPO: arXiv 2602.04879, eqs. 13 and 14 (the masks) and section 5.4 (the truncation); read in the authors' code and in
   two others that cite these numbers, not in the paper's text.
-* The penalty: Kimi K2.5, arXiv 2602.02276; read in one public code that cites it.
 * M2PO: arXiv 2510.01161, algorithm 1; read in the paper's picture of it.
 * MaxRL: arXiv 2602.02710; read in a script of the authors and in two other codes.
 * Optimal token baseline: arXiv 2602.07078; read in the documentation and the code of the authors' framework.
@@ -64,16 +63,14 @@ def dppo(
     high: float,
     divergence: str = "tv",
     truncate: float = 20.0,
-    attached: bool = False,
     keep: Tensor | None = None,
 ) -> Result:
     """DPPO: -min(r, C) A on each token that is not dropped, 0 on the others; the mean of `losses.py`.
 
-    C = ``truncate``. Detached, the paper's: the gradient is that of -sg[min(r, C)] A log pi, which is -min(r, C) A.
-    ``attached``: that of -min(r, C) A itself, which is -r A for r < C and 0 beyond. They differ only where r > C.
+    C = ``truncate``. The weight is detached: the gradient is that of -sg[min(r, C)] A log pi, which is -min(r, C) A.
 
     By hand, tv, low = high = 0.2, A = 1, one token: mu = 0.5, pi = 0.6: kept, loss = grad = -1.2. pi = 0.8: dropped.
-    mu = 0.001, pi = 0.1: r = 100, kept (0.099 < 0.2), loss = -20, grad = -20, and 0 if attached.
+    mu = 0.001, pi = 0.1: r = 100, kept (0.099 < 0.2), loss = -20, grad = -20.
     """
 
     def term(i: int, t: int, _: list[int]) -> tuple[float, float]:
@@ -82,23 +79,7 @@ def dppo(
             return 0.0, 0.0
         r = _ratio(logp, sampler_logp)
         value = -min(r, truncate) * a * _kept(keep, i, t)
-        return value, 0.0 if attached and r > truncate else value
-
-    return _sequence_mean(mask, term)
-
-
-# Penalty to the sampler
-
-
-def sampler_penalty(logps: Tensor, sampler_logps: Tensor, mask: Tensor, *, tau: float) -> Result:
-    """tau (log pi / mu)^2 on each token, arXiv 2602.02276; the mean of `losses.py`.
-
-    The gradient is 2 tau log(pi / mu). By hand: log pi = -1, log mu = -1.5, tau = 0.1: 0.025 and 0.1.
-    """
-
-    def term(i: int, t: int, _: list[int]) -> tuple[float, float]:
-        gap = float(logps[i, t]) - float(sampler_logps[i, t])
-        return tau * gap * gap, 2.0 * tau * gap
+        return value, value
 
     return _sequence_mean(mask, term)
 
@@ -113,7 +94,6 @@ def m2po_keep(
     advantages: Tensor,
     *,
     budget: float,
-    every_token: bool = False,
 ) -> Tensor:
     """Return M_it, (B, T), 1 = keep, by M2PO's algorithm 1 over all loss tokens given: the batch is one set.
 
@@ -121,10 +101,8 @@ def m2po_keep(
     ``budget``, the largest leaves T and its M is 0. The mean is over T alone, not over the batch, and over what is
     left. The first of equal ones leaves first. Masked tokens have M = 0.
 
-    ``every_token``: T <- all loss tokens, whatever A is, which one public code has in place of the paper's set.
-
     By hand, budget 0.04, A = 1, log r = (0.1, 0.2, 0.5, -3): squares of T 0.01, 0.04, 0.25, mean 0.1 > 0.04: 0.5
-    leaves; mean 0.025: stop. M = (1, 1, 0, 1). With every token, 9 and 0.25 leave: M = (1, 1, 0, 0).
+    leaves; mean 0.025: stop. M = (1, 1, 0, 1).
     """
     keep = _zero_grad(logps)
     left = []
@@ -132,7 +110,7 @@ def m2po_keep(
         for t in _loss_tokens(mask, i):
             keep[i, t] = 1.0
             gap, a = float(logps[i, t]) - float(sampler_logps[i, t]), _advantage(advantages, i, t)
-            if every_token or gap * a > 0.0:
+            if gap * a > 0.0:
                 left.append((gap * gap, i, t))
     while left and sum(square for square, _, _ in left) / len(left) > budget:
         largest = max(left, key=lambda token: token[0])
@@ -148,24 +126,20 @@ def m2po(
     advantages: Tensor,
     *,
     budget: float,
-    every_token: bool = False,
-    token_mean: bool = True,
-    keep: Tensor | None = None,
 ) -> Result:
     """M2PO: -(1 / sum_i |y_i|) sum_it M_it r_it A_it, arXiv 2510.01161, its objective. r is attached and not clipped.
 
-    |y_i| counts dropped tokens too. The gradient is -M r A, divided likewise. Without ``token_mean``, the mean is that
-    of `losses.py`, and not the paper's over all tokens.
+    |y_i| counts dropped tokens too. The gradient is -M r A, divided likewise.
     """
-    kept = m2po_keep(logps, sampler_logps, mask, advantages, budget=budget, every_token=every_token)
+    kept = m2po_keep(logps, sampler_logps, mask, advantages, budget=budget)
     tokens = sum(len(_loss_tokens(mask, i)) for i in range(mask.shape[0]))
 
     def term(i: int, t: int, of_row: list[int]) -> tuple[float, float]:
         if float(kept[i, t]) == 0.0:
             return 0.0, 0.0
         r = _ratio(float(logps[i, t]), float(sampler_logps[i, t]))
-        share = mask.shape[0] * len(of_row) / tokens if token_mean else 1.0
-        value = -r * _advantage(advantages, i, t) * _kept(keep, i, t) * share
+        share = mask.shape[0] * len(of_row) / tokens  # the mean over all tokens, not that of `losses.py`
+        value = -r * _advantage(advantages, i, t) * share
         return value, value
 
     return _sequence_mean(mask, term)
@@ -193,8 +167,6 @@ def token_baseline(
     square_sums: Tensor,
     mask: Tensor,
     group_size: int,
-    *,
-    zero_tail: bool = False,
 ) -> list[list[float]]:
     """Optimal token baseline, arXiv 2602.07078: A_it = G_i - B_t for each loss token of each row, in order.
 
@@ -202,8 +174,7 @@ def token_baseline(
 
     t counts a row's loss tokens; the sums over i are over the group's rows with a loss token t. ``square_sums[i, t]``
     is sum_v pi_it(v)^2. G_i = ``rewards[i]``: one reward at the end. B_t is the mean of G_i where all W_it are 0.
-    A row that is the only one with a token t has B_t = G_i there, so A_it = 0. ``zero_tail``: B_t = 0 there, so
-    A_it = G_i, which the authors' framework has by default, and always in a group of one.
+    A row that is the only one with a token t has B_t = G_i there, so A_it = 0.
 
     By hand, G = (1, 0), pi = 1/2 throughout. Sums of squares (1/2, 1/2) and (1): W = (1/2, 1), (1).
     B_1 = (1/2) / (3/2) = 1/3, B_2 = 1: A = (2/3, 0), (-1/3).
@@ -221,9 +192,6 @@ def token_baseline(
             advantages.append([])
             for t in range(len(energies[i])):
                 running = [(rewards[k], energies[k][t]) for k in rows if t < len(energies[k])]
-                if zero_tail and len(running) == 1:
-                    advantages[-1].append(rewards[i])
-                    continue
                 weight = math.fsum(w for _, w in running)
                 if weight == 0.0:
                     running = [(g, 1.0) for g, _ in running]
