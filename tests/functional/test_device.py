@@ -14,23 +14,6 @@ from trl_steady.functional import advantages, kl, masks, pooling
 B, T = 4, 6
 
 Inputs = dict[str, Tensor]
-CALLS: dict[str, Callable[[Inputs], Any]] = {
-    "process": lambda i: advantages.process(i["rewards"], group_size=2, scale="group"),
-    "return_to_go": lambda i: advantages.return_to_go(i["rewards"], group_size=2, scale="batch"),
-    "per_token": lambda i: advantages.per_token(i["rewards"].nan_to_num(), i["ends"], T),
-    "engine_weights": lambda i: [
-        masks.engine_weights(i["logps"] - i["old"], i["mask"], mode=mode, high=1.5)
-        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-    ],
-    "kl": lambda i: [each(i["logps"], i["old"]) for each in (kl.k1, kl.k2, kl.k3)],
-    "corrected k3": lambda i: kl.k3(i["logps"], i["old"], i["logps"] - i["old"]),
-    "off_policy_statistic": lambda i: masks.off_policy_statistic(i["logps"], i["old"], i["mask"]),
-    "geometric_mask": lambda i: masks.geometric_mask(i["logps"] - i["old"], i["mask"], low=0.9, high=1.1),
-    "token_veto": lambda i: masks.token_veto(i["logps"] - i["old"], i["mask"], threshold=0.5),
-    "mean": lambda i: pooling.mean(pooling.mean_totals(i["logps"].flatten())),
-    "effective_sample_size": lambda i: pooling.effective_sample_size(pooling.sample_size_totals(i["logps"][0])),
-    "quantile": lambda i: pooling.quantile(pooling.histogram(i["logps"].flatten()), 0.4),
-}
 
 
 def inputs() -> Inputs:
@@ -52,11 +35,38 @@ def plain(result: Any) -> Any:
     return tree_map_only(Tensor, lambda each: each.nan_to_num(nan=-7.0).tolist(), result)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_functions_give_on_a_gpu_what_they_give_on_the_cpu(name: str) -> None:
-    expected = plain(CALLS[name](inputs()))
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda i: advantages.process(i["rewards"], group_size=2, scale="group"), id="process"),
+        pytest.param(lambda i: advantages.return_to_go(i["rewards"], group_size=2, scale="batch"), id="return_to_go"),
+        pytest.param(lambda i: advantages.per_token(i["rewards"].nan_to_num(), i["ends"], T), id="per_token"),
+        pytest.param(
+            lambda i: [
+                masks.engine_weights(i["logps"] - i["old"], i["mask"], mode=mode, high=1.5)
+                for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+            ],
+            id="engine_weights",
+        ),
+        pytest.param(lambda i: [each(i["logps"], i["old"]) for each in (kl.k1, kl.k2, kl.k3)], id="kl"),
+        pytest.param(lambda i: kl.k3(i["logps"], i["old"], i["logps"] - i["old"]), id="corrected k3"),
+        pytest.param(lambda i: masks.off_policy_statistic(i["logps"], i["old"], i["mask"]), id="off_policy_statistic"),
+        pytest.param(
+            lambda i: masks.geometric_mask(i["logps"] - i["old"], i["mask"], low=0.9, high=1.1), id="geometric_mask"
+        ),
+        pytest.param(lambda i: masks.token_veto(i["logps"] - i["old"], i["mask"], threshold=0.5), id="token_veto"),
+        pytest.param(lambda i: pooling.mean(pooling.mean_totals(i["logps"].flatten())), id="mean"),
+        pytest.param(
+            lambda i: pooling.effective_sample_size(pooling.sample_size_totals(i["logps"][0])),
+            id="effective_sample_size",
+        ),
+        pytest.param(lambda i: pooling.quantile(pooling.histogram(i["logps"].flatten()), 0.4), id="quantile"),
+    ],
+)
+def test_functions_give_on_a_gpu_what_they_give_on_the_cpu(call: Callable[[Inputs], Any]) -> None:
+    expected = plain(call(inputs()))
     with pretended_gpu():
-        result = CALLS[name]({key: value.to(CUDA) for key, value in inputs().items()})
+        result = call({key: value.to(CUDA) for key, value in inputs().items()})
         for each in torch.utils._pytree.tree_leaves(result):
             assert not isinstance(each, Tensor) or each.device == CUDA
         assert plain(result) == expected

@@ -45,40 +45,63 @@ def scoring(score: float) -> dict[str, Any]:
     return {"build": {"reward_funcs": [model], "reward_processing_classes": [tiny.tokenizer()]}}
 
 
-ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "minus inf": (lambda: rewarding(lambda: -INF), r"'careless' is -inf .*completion 0 .*Return a finite"),
-    "beyond float32": (lambda: rewarding(lambda: 1e39), r"is inf \(in float32\)"),
-    "a model's inf": (lambda: scoring(INF), r"'rm' is inf"),
-    "an infinite sum": (lambda: rewarding(lambda: StepRewards.at_tokens([3e38] * 2, [1, 2])), "is inf"),
-    "steps, normalised": (
-        lambda: {
-            **rewarding(lambda: StepRewards([1], [1])),
-            "multi_objective_aggregation": "normalize_then_sum",
-        },
-        r"StepRewards, .*Set .*='sum_then_norm",
-    ),
-    "an end too far": (lambda: rewarding(lambda: StepRewards([1], [999])), r"999, .* of reward function 'careless'"),
-    "three log-probs": (lambda: rolling(logprobs=[[-1.0] * 3] * 3), "logprobs of lengths .*one value for each token"),
-    "short masks": (lambda: rolling(env_mask=[[1]] * 16), "env_mask of lengths .*one value for each token"),
-    "no log-probs": (
-        lambda: {**rolling(), "token_veto_threshold": 1e-4},
-        r"=0\.0001 needs the sampler's log-probs.*Return 'logprobs'",
-    ),
-    "two answers": (
-        lambda: rolling(prompt_ids=[[50]] * 32, completion_ids=[[60]] * 32),
-        r"rollout_func returned completion_ids of lengths .* for 16 prompts.*one completion",
-    ),
-    "no answer": (
-        lambda: rolling(completion_ids=[[], *[[60, 61, 62]] * 15]),
-        r"rollout_func returned completion_ids of lengths \[0, 3.*one token or more",
-    ),
-    "two rows": (lambda: {"build": {"train_dataset": tiny.dataset(2)}}, r"has 2 rows, .* needs 4 prompts .*set a sm"),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_a_mistake_is_named_before_the_first_step(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    options, message = ERRORS[name]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            lambda: rewarding(lambda: -INF), r"'careless' is -inf .*completion 0 .*Return a finite", id="minus inf"
+        ),
+        pytest.param(lambda: rewarding(lambda: 1e39), r"is inf \(in float32\)", id="beyond float32"),
+        pytest.param(lambda: scoring(INF), r"'rm' is inf", id="a model's inf"),
+        pytest.param(
+            lambda: rewarding(lambda: StepRewards.at_tokens([3e38] * 2, [1, 2])), "is inf", id="an infinite sum"
+        ),
+        pytest.param(
+            lambda: {
+                **rewarding(lambda: StepRewards([1], [1])),
+                "multi_objective_aggregation": "normalize_then_sum",
+            },
+            r"StepRewards, .*Set .*='sum_then_norm",
+            id="steps, normalised",
+        ),
+        pytest.param(
+            lambda: rewarding(lambda: StepRewards([1], [999])),
+            r"999, .* of reward function 'careless'",
+            id="an end too far",
+        ),
+        pytest.param(
+            lambda: rolling(logprobs=[[-1.0] * 3] * 3),
+            "logprobs of lengths .*one value for each token",
+            id="three log-probs",
+        ),
+        pytest.param(
+            lambda: rolling(env_mask=[[1]] * 16), "env_mask of lengths .*one value for each token", id="short masks"
+        ),
+        pytest.param(
+            lambda: {**rolling(), "token_veto_threshold": 1e-4},
+            r"=0\.0001 needs the sampler's log-probs.*Return 'logprobs'",
+            id="no log-probs",
+        ),
+        pytest.param(
+            lambda: rolling(prompt_ids=[[50]] * 32, completion_ids=[[60]] * 32),
+            r"rollout_func returned completion_ids of lengths .* for 16 prompts.*one completion",
+            id="two answers",
+        ),
+        pytest.param(
+            lambda: rolling(completion_ids=[[], *[[60, 61, 62]] * 15]),
+            r"rollout_func returned completion_ids of lengths \[0, 3.*one token or more",
+            id="no answer",
+        ),
+        pytest.param(
+            lambda: {"build": {"train_dataset": tiny.dataset(2)}},
+            r"has 2 rows, .* needs 4 prompts .*set a sm",
+            id="two rows",
+        ),
+    ],
+)
+def test_a_mistake_is_named_before_the_first_step(
+    models: dict[str, Path], tmp_path: Path, options: Callable[[], dict[str, Any]], message: str
+) -> None:
     trainer = tiny.trainer(models["dense"], tmp_path, max_steps=1, **options())
     with pytest.raises(ValueError, match=message):
         trainer.train()
@@ -122,32 +145,46 @@ def columns(*names: str) -> Dataset:
 
 
 WANTED = r" asks for 'answer'\. TRL passes prompts, completions, completion_ids, .*log_metric, question, answers\."
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no prompt": ({}, r"no column 'prompt', but question, answers\. .*rename_column\('question', 'prompt'\)"),
-    "a function": ({"reward_funcs": wants_answer}, "'wants_answer'" + WANTED + r" Did you mean 'answers'\?"),
-    "of two": ({"reward_funcs": [tiny.reward, wants_answer_later]}, "'wants_answer_later'" + WANTED),
-    "an object": ({"reward_funcs": Judge()}, WANTED),
-    "a partial": ({"reward_funcs": functools.partial(wants_answer, strict=True)}, WANTED),
-    "one prompt": (
-        {"reward_funcs": wants_one},
-        r"asks for '(prompt|completion)'.* Did you mean '(prompt|completion)s'",
-    ),
-    "a taken name": (
-        {"train_dataset": columns("prompt", "completions")},
-        "has a column 'completions', as TRL names all completions",
-    ),
-    "a stream": ({"reward_funcs": wants_answer, "train_dataset": columns("prompt").to_iterable_dataset()}, "'answer'"),
-}
 
 
 @pytest.mark.parametrize("method", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        pytest.param(
+            {"train_dataset": columns("question", "answers")},
+            r"no column 'prompt', but question, answers\. .*rename_column\('question', 'prompt'\)",
+            id="no prompt",
+        ),
+        pytest.param(
+            {"reward_funcs": wants_answer}, "'wants_answer'" + WANTED + r" Did you mean 'answers'\?", id="a function"
+        ),
+        pytest.param(
+            {"reward_funcs": [tiny.reward, wants_answer_later]}, "'wants_answer_later'" + WANTED, id="of two"
+        ),
+        pytest.param({"reward_funcs": Judge()}, WANTED, id="an object"),
+        pytest.param({"reward_funcs": functools.partial(wants_answer, strict=True)}, WANTED, id="a partial"),
+        pytest.param(
+            {"reward_funcs": wants_one},
+            r"asks for '(prompt|completion)'.* Did you mean '(prompt|completion)s'",
+            id="one prompt",
+        ),
+        pytest.param(
+            {"train_dataset": columns("prompt", "completions")},
+            "has a column 'completions', as TRL names all completions",
+            id="a taken name",
+        ),
+        pytest.param(
+            {"reward_funcs": wants_answer, "train_dataset": columns("prompt").to_iterable_dataset()},
+            "'answer'",
+            id="a stream",
+        ),
+    ],
+)
 def test_columns_that_do_not_fit_are_named_when_the_trainer_is_built(
-    models: dict[str, Path], tmp_path: Path, name: str, method: str
+    models: dict[str, Path], tmp_path: Path, build: dict[str, Any], message: str, method: str
 ) -> None:
-    build, message = WRONG[name]
-    with_prompt = () if name == "no prompt" else ("prompt",)
-    build = {"train_dataset": columns(*with_prompt, "question", "answers"), **build}
+    build = {"train_dataset": columns("prompt", "question", "answers"), **build}
     with pytest.raises(ValueError, match=message):
         tiny.trainer(models["dense"], tmp_path, build=build, method=method)
 
@@ -234,22 +271,30 @@ def mapped() -> IterableDataset:
     return columns("question").to_iterable_dataset().map(lambda row: {**row, "prompt": "1+1=", "answer": "2"})
 
 
-FITS: dict[str, Callable[[], dict[str, Any]]] = {
-    "a default": lambda: {"reward_funcs": [optional, everything, functools.partial(wants_answer, answer=["2"])]},
-    "decorated": lambda: {"reward_funcs": given(wants_answer)},
-    "no signature": lambda: {"reward_funcs": [cached, Proxy()]},
-    "a transform": lambda: {"train_dataset": columns("question").with_transform(transformed)},
-    "a stream of unknown columns": lambda: {"train_dataset": mapped()},
-    "a class of its own": lambda: {"train_dataset": OwnDataset(columns("question").data)},
-    "a rollout_func": lambda: {**rolling()["build"], "reward_funcs": wants_answer},
-    "a reward model": lambda: {**scoring(1.0)["build"], "train_dataset": columns("prompt", "completions")},
-}
-
-
-@pytest.mark.parametrize("name", FITS)
-def test_columns_that_may_fit_are_not_refused(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    wants = {"reward_funcs": wants_answer} if "train_dataset" in (build := FITS[name]()) else {}
-    tiny.trainer(models["dense"], tmp_path, build={**wants, **build}, max_steps=1)
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(
+            lambda: {"reward_funcs": [optional, everything, functools.partial(wants_answer, answer=["2"])]},
+            id="a default",
+        ),
+        pytest.param(lambda: {"reward_funcs": given(wants_answer)}, id="decorated"),
+        pytest.param(lambda: {"reward_funcs": [cached, Proxy()]}, id="no signature"),
+        pytest.param(lambda: {"train_dataset": columns("question").with_transform(transformed)}, id="a transform"),
+        pytest.param(lambda: {"train_dataset": mapped()}, id="a stream of unknown columns"),
+        pytest.param(lambda: {"train_dataset": OwnDataset(columns("question").data)}, id="a class of its own"),
+        pytest.param(lambda: {**rolling()["build"], "reward_funcs": wants_answer}, id="a rollout_func"),
+        pytest.param(
+            lambda: {**scoring(1.0)["build"], "train_dataset": columns("prompt", "completions")}, id="a reward model"
+        ),
+    ],
+)
+def test_columns_that_may_fit_are_not_refused(
+    models: dict[str, Path], tmp_path: Path, build: Callable[[], dict[str, Any]]
+) -> None:
+    built = build()
+    wants = {"reward_funcs": wants_answer} if "train_dataset" in built else {}
+    tiny.trainer(models["dense"], tmp_path, build={**wants, **built}, max_steps=1)
 
 
 @pytest.mark.parametrize("kind", [Adds, Collates, Generates, Loads, Begins])

@@ -63,16 +63,18 @@ def test_a_checkpoint_of_trl_resumes_at_the_end_of_a_window_after_a_short_step(
 
 
 MOVING = resumable.OPTIONS
-REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
-    ("trl", 12, MOVING, r"holds no reference.safetensors.*begin a new run"),
-    ("model only", 3, MOVING, r"holds no reference.safetensors.*save_only_model=False"),
-    ("moving", 12, FROZEN, r"checkpoint-12 holds a refreshed reference .*Set sync_ref_model=True"),
-    ("trl", 3, FROZEN, r"checkpoint-3 was taken inside a generation window and has no .*4 micro-batches"),
-    ("moving", 9, {**MOVING, "num_iterations": 4}, r"began with\s+num_iterations=2; this .*_iterations=4"),
-]
 
 
-@pytest.mark.parametrize(("run", "step", "options", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("run", "step", "options", "message"),
+    [
+        ("trl", 12, MOVING, r"holds no reference.safetensors.*begin a new run"),
+        ("model only", 3, MOVING, r"holds no reference.safetensors.*save_only_model=False"),
+        ("moving", 12, FROZEN, r"checkpoint-12 holds a refreshed reference .*Set sync_ref_model=True"),
+        ("trl", 3, FROZEN, r"checkpoint-3 was taken inside a generation window and has no .*4 micro-batches"),
+        ("moving", 9, {**MOVING, "num_iterations": 4}, r"began with\s+num_iterations=2; this .*_iterations=4"),
+    ],
+)
 def test_a_resume_that_would_go_on_otherwise_is_refused(
     models: dict[str, Path],
     runs: dict[str, Path],
@@ -182,33 +184,35 @@ def test_a_checkpoint_written_again_replaces_the_old_one(models: dict[str, Path]
     assert not (tmp_path / "_unfinished").exists()
 
 
-HALF: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "missing": ("optimizer.pt", lambda folder: (folder / "optimizer.pt").unlink()),
-    "cut off": ("adapter_model.safetensors", lambda folder: os.truncate(folder / "adapter_model.safetensors", 9)),
-    "a record": ("run.json", lambda folder: os.truncate(folder / "run.json", 9)),
-    "manifest": ("manifest.json", lambda folder: os.truncate(folder / "manifest.json", 9)),
-    "a broken link": (
-        "optimizer.pt",
-        lambda folder: [(folder / "optimizer.pt").unlink(), (folder / "optimizer.pt").symlink_to(folder / "gone")],
-    ),
-    "begun": ("trainer_state.json", lambda folder: [path.unlink() for path in folder.iterdir()]),
-}
-
-
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize(
+    ("file", "spoil"),
+    [
+        pytest.param("optimizer.pt", lambda folder: (folder / "optimizer.pt").unlink(), id="missing"),
+        pytest.param(
+            "adapter_model.safetensors",
+            lambda folder: os.truncate(folder / "adapter_model.safetensors", 9),
+            id="cut off",
+        ),
+        pytest.param("steady.json", lambda folder: os.truncate(folder / "steady.json", 9), id="a record"),
+        pytest.param("manifest.json", lambda folder: os.truncate(folder / "manifest.json", 9), id="manifest"),
+        pytest.param(
+            "optimizer.pt",
+            lambda folder: [(folder / "optimizer.pt").unlink(), (folder / "optimizer.pt").symlink_to(folder / "gone")],
+            id="a broken link",
+        ),
+        pytest.param("trainer_state.json", lambda folder: [path.unlink() for path in folder.iterdir()], id="begun"),
+    ],
+)
 def test_the_newest_complete_checkpoint_is_taken(
-    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path, name: str
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path, file: str, spoil: Callable[[Path], object]
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(runs["frozen"], folder)
     trainer = tiny.trainer(models["dense"], folder, lora=True, padded=True, **FROZEN)
     assert trainer.checkpoints.newest() == str(folder / "checkpoint-18")
-    file, spoil = HALF[name]
     spoil(folder / "checkpoint-18")
     way_out = re.escape(f"resume_from_checkpoint={str(folder / 'checkpoint-18')!r} takes it all the same")
-    said = (
-        rf"^checkpoint-18 is incomplete: {file} is missing or cut off \({way_out}\)\. checkpoint-15 is complete, and"
-    )
+    said = rf"^checkpoint-18 is incomplete: {file} is missing or cut off \({way_out}\)\. checkpoint-15 is complete"
     with pytest.warns(UserWarning, match=said) as caught:
         trainer.train(resume_from_checkpoint=True)
     assert [row["step"] for row in trainer.state.log_history[-4:]] == [16, 17, 18, 18]

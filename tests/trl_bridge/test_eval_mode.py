@@ -23,7 +23,7 @@ RATE = 0.3
 LORA = LoraConfig(**tiny.LORA, lora_dropout=RATE)
 DORA = LoraConfig(**{**tiny.LORA, "init_lora_weights": True}, lora_dropout=RATE, use_dora=True)
 GPT2 = LoraConfig(**{**tiny.LORA, "target_modules": ["c_attn"]}, fan_in_fan_out=True)
-LOHA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_weights": False}
+LOKR = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_weights": False}
 MIXTRAL = transformers.MixtralConfig(**tiny.SIZES, num_local_experts=4, router_jitter_noise=RATE)
 MOVING = {"sync_ref_model": True}
 BASE_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), RATE)
@@ -43,20 +43,14 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "full": Kind(base="gpt2", changes=BASE_DROPOUT),
     "full, attention only": Kind(changes={"attention_dropout": RATE}),
-    "full, moving": Kind(base="gpt2", changes=BASE_DROPOUT, options=MOVING),
     "LoRA": Kind(config=LORA),
-    "LoRA, loaded": Kind(config=LORA, is_loaded=True),
     "LoRA, moving": Kind(config=LORA, options=MOVING),
     "LoRA, checkpointed": Kind(config=LORA, is_loaded=True, options={"gradient_checkpointing": True}),
     "LoRA on a base with dropout": Kind(base="gpt2", changes=BASE_DROPOUT, config=GPT2),
-    "LoRA on a base with dropout, loaded": Kind(base="gpt2", changes=BASE_DROPOUT, config=GPT2, is_loaded=True),
     "LoRA on a router with jitter": Kind(base="mixtral", config=LoraConfig(**tiny.LORA)),
     "LoRA on NF4": Kind(base="nf4", config=LORA, is_loaded=True),
-    "PiSSA": Kind(config=LoraConfig(**{**tiny.LORA, "init_lora_weights": "pissa"}, lora_dropout=RATE)),
-    "DoRA": Kind(config=DORA),
     "DoRA, loaded": Kind(config=DORA, is_loaded=True),
-    "LoHa, loaded": Kind(config=peft.LoHaConfig(**LOHA, rank_dropout=RATE), is_loaded=True),
-    "LoKr, loaded": Kind(config=peft.LoKrConfig(**LOHA, module_dropout=RATE), is_loaded=True),
+    "LoKr, loaded": Kind(config=peft.LoKrConfig(**LOKR, module_dropout=RATE), is_loaded=True),
 }
 
 

@@ -91,13 +91,14 @@ def outcome(run: Run, model: PreTrainedModel, ids: Tensor, labels: Tensor) -> li
     return [each.detach().cpu() for each in (*results, *gradients)]
 
 
-# what the head does to logits matters where TRL's function computes them
-CASES = [*((run, family) for run in (policy, kept_but_one) for family in FAMILIES)]
-CASES += [(run, "plain") for run in (kept, kept_alone, critic)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("run", "family"), CASES)
+@pytest.mark.parametrize(
+    ("run", "family"),
+    [  # what the head does to logits matters where TRL's function computes them
+        *((run, family) for run in (policy, kept_but_one) for family in FAMILIES),
+        *((run, "plain") for run in (kept, kept_alone, critic)),
+    ],
+)
 def test_the_head_of_a_gpu_gives_what_that_of_the_cpu_gives(
     run: Run, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

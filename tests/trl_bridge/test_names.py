@@ -35,52 +35,81 @@ class Release(NamedTuple):
 
 
 KEPT = {"keep_sampling_mask": True, "top_k": 5}
-RELEASES = {
-    "nothing": Release([], {"loss_type": "gspo"}),
-    "_calculate_rewards, renamed": Release([renamed("_calculate_rewards")], None, default="GRPOTrainer"),
-    "_calculate_rewards, a new argument": Release(
-        [(BOTH, r"(\b_calculate_rewards\(.*completion_ids_list)\)", r"\1, lengths=None)")], {"dynamic_sampling": True}
-    ),
-    "_compute_loss, a new argument": Release(
-        [
-            (BOTH, r"(def _compute_loss\(self, model, inputs)\)", r"\1, scale=1.0)"),
-            (BOTH, r"(self\._compute_loss\(model, inputs)\)", r"\1, 1.0)"),
-        ],
-        {"loss_type": "gspo"},
-    ),
-    "_step, renamed": Release(
-        [renamed("_step")], {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1}, "sync_ref_model"
-    ),
-    "_generate_single_turn, another first argument": Release(
-        [
-            (GRPO, r"(def _generate_single_turn\(self, )", r"\1mode, "),
-            (GRPO, r"(self\._generate_single_turn\()", r'\1"train", '),
-        ],
-        KEPT,
-        "keep_sampling_mask",
-    ),
-    "an input of the loss, renamed": Release(
-        [(GRPO, '"old_per_token_logps"', '"rollout_logps"')],
-        {"loss_type": "gspo"},
-        "loss_type=dppo/gmpo/gspo/gspo_token/m2po",
-    ),
-    "the engine's module, moved": Release(
-        [
-            ("generation/vllm_generation.py", "->", "vllm_engine.py"),
-            ("**/*.py", r"\.vllm_generation import", ".vllm_engine import"),
-        ],
-        {"loss_type": "gspo"},
-    ),
-    "the command's launcher, renamed": Release(
-        [renamed("launch_training_script", "cli/**/*.py")], None, command=("grpo", "--help"), refused="trl-steady grpo"
-    ),
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", RELEASES)
-def test_a_later_trl_is_refused_where_it_has_moved(tmp_path: Path, release: str) -> None:
-    changes, options, refused, default, command = RELEASES[release]
+@pytest.mark.parametrize(
+    "release",
+    [
+        pytest.param(Release([], {"loss_type": "gspo"}), id="nothing"),
+        pytest.param(
+            Release([renamed("_calculate_rewards")], None, default="GRPOTrainer"), id="_calculate_rewards, renamed"
+        ),
+        pytest.param(
+            Release(
+                [(BOTH, r"(\b_calculate_rewards\(.*completion_ids_list)\)", r"\1, lengths=None)")],
+                {"dynamic_sampling": True},
+            ),
+            id="_calculate_rewards, a new argument",
+        ),
+        pytest.param(
+            Release(
+                [
+                    (BOTH, r"(def _compute_loss\(self, model, inputs)\)", r"\1, scale=1.0)"),
+                    (BOTH, r"(self\._compute_loss\(model, inputs)\)", r"\1, 1.0)"),
+                ],
+                {"loss_type": "gspo"},
+            ),
+            id="_compute_loss, a new argument",
+        ),
+        pytest.param(
+            Release(
+                [renamed("_step")], {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1}, "sync_ref_model"
+            ),
+            id="_step, renamed",
+        ),
+        pytest.param(
+            Release(
+                [
+                    (GRPO, r"(def _generate_single_turn\(self, )", r"\1mode, "),
+                    (GRPO, r"(self\._generate_single_turn\()", r'\1"train", '),
+                ],
+                KEPT,
+                "keep_sampling_mask",
+            ),
+            id="_generate_single_turn, another first argument",
+        ),
+        pytest.param(
+            Release(
+                [(GRPO, '"old_per_token_logps"', '"rollout_logps"')],
+                {"loss_type": "gspo"},
+                "loss_type=dppo/gmpo/gspo/gspo_token/m2po",
+            ),
+            id="an input of the loss, renamed",
+        ),
+        pytest.param(
+            Release(
+                [
+                    ("generation/vllm_generation.py", "->", "vllm_engine.py"),
+                    ("**/*.py", r"\.vllm_generation import", ".vllm_engine import"),
+                ],
+                {"loss_type": "gspo"},
+            ),
+            id="the engine's module, moved",
+        ),
+        pytest.param(
+            Release(
+                [renamed("launch_training_script", "cli/**/*.py")],
+                None,
+                command=("grpo", "--help"),
+                refused="trl-steady grpo",
+            ),
+            id="the command's launcher, renamed",
+        ),
+    ],
+)
+def test_a_later_trl_is_refused_where_it_has_moved(tmp_path: Path, release: Release) -> None:
+    changes, options, refused, default, command = release
     result, output = seen_by_user(tmp_path, changes, "GRPOTrainer", options, [*command])
     message = "{} does not work with trl 1.17.0, which is not tested: trl."
     for name, error in {"import": default, "default": default, "feature": refused, "command": refused}.items():
