@@ -103,25 +103,25 @@ def logged(trained: Any) -> dict[str, float]:
     return {k: v for row in trained.state.log_history[:1] for k, v in row.items() if k.startswith(names)}
 
 
-def collected(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
-    """Everything that is recorded in a run, by metric."""
-    samples: dict[str, list[Tensor]] = {}
-    original = Metrics.pooled
-
-    def record(self: Any, **kinds: Any) -> None:
-        for masked in kinds.values():
-            for name, (values, mask) in masked.items():
-                samples.setdefault(name, []).append(values.detach()[mask])
-        original(self, **kinds)
-
-    monkeypatch.setattr(Metrics, "pooled", record)
-    return samples
-
-
 def test_they_are_of_all_micro_batches_since_the_last_log(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One sequence a micro-batch, as on a small GPU: a mean of each one's quantiles would be the mean."""
+
+    def collected(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
+        """Everything that is recorded in a run, by metric."""
+        samples: dict[str, list[Tensor]] = {}
+        original = Metrics.pooled
+
+        def record(self: Any, **kinds: Any) -> None:
+            for masked in kinds.values():
+                for name, (values, mask) in masked.items():
+                    samples.setdefault(name, []).append(values.detach()[mask])
+            original(self, **kinds)
+
+        monkeypatch.setattr(Metrics, "pooled", record)
+        return samples
+
     samples = collected(monkeypatch)
     options = {
         "per_device_train_batch_size": 1,

@@ -29,14 +29,6 @@ torch.save([gae(**row)[0] for row in torch.load(sys.argv[1])], sys.argv[2])
 """
 
 
-class Counted(TorchDispatchMode):
-    operations = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += 1
-        return function(*args, **(kwargs or {}))
-
-
 class Rollout(NamedTuple):
     """Garbage is outside the mask. `bootstrap` is 0 where the episode ended."""
 
@@ -176,6 +168,14 @@ def test_shapes_that_would_broadcast_and_masks_of_numbers_are_refused(name: str)
 
 def test_the_number_of_operations_grows_with_the_logarithm_of_the_length() -> None:
     """A loop over tokens would start thousands of kernels on a GPU."""
+
+    class Counted(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.operations += 1
+            return function(*args, **(kwargs or {}))
+
     counts = []
     for width in (64, 4096):
         rewards, values = torch.rand(2, 2, width).unbind()

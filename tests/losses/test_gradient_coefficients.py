@@ -70,12 +70,6 @@ def coefficient(method: str, mask: Tensor = MASK, **symbols: Any) -> Tensor:
     return eval(text, {"log": torch.log, "sigma": torch.sigmoid, **symbols}) * mask.double()
 
 
-def following(coefficients: Tensor, policy: Tensor) -> Tensor:
-    """Return the gradient of the policy's table, as the page has it: up the objective."""
-    weights = coefficients / (SIZES * len(ANSWERS))
-    return torch.autograd.grad((weights * of_answers(policy)).sum(), policy)[0]
-
-
 def is_close(found: Tensor, expected: Tensor) -> bool:
     """Compare numbers near 1 that float64 rounds a few dozen times."""
     return torch.allclose(found, expected, rtol=0, atol=1e-13) and bool(expected.any())
@@ -112,6 +106,11 @@ def test_the_clipped_losses(evaluate: Evaluate, method: str, delta: float | None
 
 
 def test_supervised_losses_and_both_kinds_of_rft(evaluate: Evaluate) -> None:
+    def following(coefficients: Tensor, policy: Tensor) -> Tensor:
+        """Return the gradient of the policy's table, as the page has it: up the objective."""
+        weights = coefficients / (SIZES * len(ANSWERS))
+        return torch.autograd.grad((weights * of_answers(policy)).sum(), policy)[0]
+
     policy, *_ = tables()
     losses = mean(torch.nn.functional.cross_entropy(policy[PLACES].mT, TOKENS, reduction="none"))
     for method, loss in {"SFT": losses.mean(), "RFT": losses[RIGHT > 0].sum() / len(ANSWERS)}.items():

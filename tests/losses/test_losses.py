@@ -15,12 +15,11 @@ from trl_steady.losses import gspo_token
 CASES = [((6, 5), None), ((6, 5), 1.4), ((5, 5), 1.4), ((6, 1), None), ((1, 1), 1.4), ((2, 7), None)]
 
 
-def clip_metrics(outcome: Outcome) -> dict[str, float]:
-    return {k: v for k, v in outcome.metrics.items() if k.startswith("clip_ratio")}
-
-
 @pytest.mark.parametrize(("shape", "delta"), CASES)
 def test_gspo_is_trls_sequence_level_and_the_oracles(evaluate: Evaluate, shape: tuple[int, int], delta: float) -> None:
+    def clip_metrics(outcome: Outcome) -> dict[str, float]:
+        return {k: v for k, v in outcome.metrics.items() if k.startswith("clip_ratio")}
+
     batch = random_batch(*shape)
     ours, theirs = evaluate(batch, loss_type="gspo", delta=delta), evaluate(batch, delta=delta, **TRL_SEQUENCE_LEVEL)
     assert torch.equal(ours.loss, theirs.loss)

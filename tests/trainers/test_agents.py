@@ -192,13 +192,12 @@ def test_a_turn_that_is_cut_is_a_turn(model: Path, tmp_path: Path, room: int, ma
     assert any(any(row.advantages) for row, is_cut in zip(found, cut, strict=True) if is_cut) is not masked
 
 
-def in_environment(environment: type[agent.Calculator]) -> dict[str, Any]:
-    prompts = agent.dataset(agent.one_by_one)  # which do not call twice in a turn
-    return {"environment_factory": environment, "train_dataset": prompts, "tools": None}
-
-
 @pytest.mark.parametrize("environment", [agent.Calculator, agent.AsyncCalculator])
 def test_an_environment_rewards_turns(model: Path, tmp_path: Path, environment: type[agent.Calculator]) -> None:
+    def in_environment(environment: type[agent.Calculator]) -> dict[str, Any]:
+        prompts = agent.dataset(agent.one_by_one)  # which do not call twice in a turn
+        return {"environment_factory": environment, "train_dataset": prompts, "tools": None}
+
     calls: list[agent.Calls] = []
 
     def watch(completions: list[Completion], environments: list[agent.Calculator], **_: Any) -> list[None]:

@@ -44,18 +44,29 @@ def more_layers(models: dict[str, Path]) -> Any:
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**tiny.SIZES, "num_hidden_layers": 3}))
 
 
-CASES: dict[str, tuple[Callable[..., Any], bool, str]] = {
-    "with LoRA": (lambda models: models["dense"], True, r"lacks \d+ of the model's \d+ tensors, .*peft_config"),
-    "another architecture": (lambda models: models["moe"], False, r"lacks \d+ of the model's \d+ tensors"),
-    "another size": (more_layers, False, r"lacks 12 of the model's 39 tensors, for example model\.layers\.2\."),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("model", "lora", "message"),
+    [
+        pytest.param(
+            lambda models: models["dense"],
+            True,
+            r"lacks \d+ of the model's \d+ tensors, .*peft_config",
+            id="with LoRA",
+        ),
+        pytest.param(
+            lambda models: models["moe"], False, r"lacks \d+ of the model's \d+ tensors", id="another architecture"
+        ),
+        pytest.param(
+            more_layers,
+            False,
+            r"lacks 12 of the model's 39 tensors, for example model\.layers\.2\.",
+            id="another size",
+        ),
+    ],
+)
 def test_a_checkpoint_without_tensors_of_the_model_is_refused(
-    models: dict[str, Path], tmp_path: Path, whole: Path, case: str
+    models: dict[str, Path], tmp_path: Path, whole: Path, model: Callable[..., Any], lora: bool, message: str
 ) -> None:
-    model, lora, message = CASES[case]
     trainer = tiny.trainer(model(models), tmp_path, lora=lora)
     with pytest.raises(ValueError, match=message):
         trainer.train(resume_from_checkpoint=str(whole))

@@ -117,14 +117,14 @@ def test_environment_tokens_and_an_engines_log_probs(models: dict[str, Path], tm
     assert any(not torch.equal(moved[name], after[name]) for name in after)  # the engine's log-probs did decide
 
 
-def cut_off(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Answers without an end."""
-    prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-    return {"prompt_ids": prompt_ids, "completion_ids": [[60, 61, 62]] * len(prompts), "logprobs": None}
-
-
 def test_a_run_whose_answers_are_all_cut_off_and_masked_ends(models: dict[str, Path], tmp_path: Path) -> None:
     """No log has a share of dropped sequences then."""
+
+    def cut_off(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        """Answers without an end."""
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        return {"prompt_ids": prompt_ids, "completion_ids": [[60, 61, 62]] * len(prompts), "logprobs": None}
+
     options = {"mask_truncated_completions": True, "off_policy_mask_threshold": 0.1, "max_steps": 2}
     trained = tiny.train(tiny.trainer(models["dense"], tmp_path, build={"rollout_func": cut_off}, **options))
     assert [row["dropped/off_policy"] for row in tiny.history(trained)[:-1]] == [None, None]

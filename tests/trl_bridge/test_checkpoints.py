@@ -238,17 +238,6 @@ def test_an_edited_checkpoint_and_one_of_trl_are_complete(
     assert tiny.trainer(models["dense"], tmp_path / "none").checkpoints.newest() is None
 
 
-class Interrupted(transformers.TrainerCallback):
-    """Ctrl-C, after a number of steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.steps:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(
     ("steps", "said"),
     [(5, "resume_from_checkpoint=True continues from checkpoint-3"), (2, "no checkpoint has been saved")],
@@ -256,6 +245,16 @@ class Interrupted(transformers.TrainerCallback):
 def test_ctrl_c_says_what_continues_the_run_in_few_lines(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, said: str
 ) -> None:
+    class Interrupted(transformers.TrainerCallback):
+        """Ctrl-C, after a number of steps."""
+
+        def __init__(self, steps: int) -> None:
+            self.steps = steps
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == self.steps:
+                raise KeyboardInterrupt
+
     build = {**WINDOW["build"], "callbacks": [Interrupted(steps)]}
     trainer = tiny.trainer(models["dense"], tmp_path, **{**FROZEN, "build": build})
     with pytest.raises(KeyboardInterrupt) as stopped:

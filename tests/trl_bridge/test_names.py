@@ -155,14 +155,6 @@ def test_what_one_trainer_lacks_does_not_concern_the_other(monkeypatch: pytest.M
         exec("from trl_steady import RLOOTrainer")
 
 
-def later(function: Any, source: str) -> Any:
-    """Return a function with another signature, whose code names the same."""
-    scope: dict[str, Any] = {}
-    exec(f"def replaced{source}: pass", scope)
-    scope["replaced"].__code__ = scope["replaced"].__code__.replace(co_names=function.__code__.co_names)
-    return scope["replaced"]
-
-
 @pytest.mark.parametrize(
     ("signature", "is_moved"),
     [
@@ -176,6 +168,13 @@ def later(function: Any, source: str) -> Any:
 def test_a_parameter_with_a_default_is_no_difference(
     signature: str, is_moved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def later(function: Any, source: str) -> Any:
+        """Return a function with another signature, whose code names the same."""
+        scope: dict[str, Any] = {}
+        exec(f"def replaced{source}: pass", scope)
+        scope["replaced"].__code__ = scope["replaced"].__code__.replace(co_names=function.__code__.co_names)
+        return scope["replaced"]
+
     changed = later(trl.RLOOTrainer._generate, signature.replace("(", "(self, ", 1))
     monkeypatch.setattr(trl.RLOOTrainer, "_generate", changed)
     assert ("RLOOTrainer+dynamic_sampling" in names.missing_from_trl()) == is_moved

@@ -97,31 +97,30 @@ def test_what_calls_super_or_needs_nothing_of_ours_hears_nothing(
         build(kind, models["dense"], tmp_path, **options)
 
 
-class OfAnotherVersion(trl_steady.GRPOTrainer):
-    """Nothing calls the first three. The others are the script's own helpers, or TRL's."""
-
-    def micro_batch_loss(self, *arguments: Any) -> Any:
-        return None
-
-    def _compute_advantages(self, rewards: Any) -> Any:
-        return super()._compute_advantages(rewards)
-
-    def _get_per_token_logps(self, *arguments: Any) -> Any:
-        return None
-
-    def _generate_completions(self, prompts: Any) -> Any:
-        return prompts
-
-    def _my_helper(self) -> Any:
-        return [self._generate_completions(each) for each in ()]
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return super()._prepare_inputs(inputs)
-
-
 def test_methods_of_other_versions_that_nothing_calls_are_named(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class OfAnotherVersion(trl_steady.GRPOTrainer):
+        """Nothing calls the first three. The others are the script's own helpers, or TRL's."""
+
+        def micro_batch_loss(self, *arguments: Any) -> Any:
+            return None
+
+        def _compute_advantages(self, rewards: Any) -> Any:
+            return super()._compute_advantages(rewards)
+
+        def _get_per_token_logps(self, *arguments: Any) -> Any:
+            return None
+
+        def _generate_completions(self, prompts: Any) -> Any:
+            return prompts
+
+        def _my_helper(self) -> Any:
+            return [self._generate_completions(each) for each in ()]
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return super()._prepare_inputs(inputs)
+
     with pytest.warns(UserWarning, match="does not call") as caught:
         build(OfAnotherVersion, models["dense"], tmp_path)
     (said,) = [str(each.message) for each in caught if "does not call" in str(each.message)]

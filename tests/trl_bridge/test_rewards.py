@@ -14,23 +14,6 @@ from tests.tools import tiny
 from trl_steady import StepRewards
 
 
-def length(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """None for some."""
-    return [None if len(ids) % 4 == 2 else float(len(ids)) for ids in completion_ids]
-
-
-def shaped(rewards: Tensor) -> Tensor:
-    """Another order of the first function's rewards and of the sums, and NaN where there was none."""
-    return torch.stack([20 - 3 * rewards[:, 0], rewards[:, 1] / 2], dim=1)
-
-
-def last_step(completion_ids: list[list[int]], **_: Any) -> list[StepRewards]:
-    return [
-        StepRewards.at_tokens([value], [len(ids)])
-        for value, ids in zip(tiny.reward(completion_ids), completion_ids, strict=True)
-    ]
-
-
 def lengths_where(is_scored: Callable[[int], bool]) -> Callable[..., list[StepRewards | None]]:
     """Two steps for completions whose number of tokens `is_scored`."""
 
@@ -83,6 +66,14 @@ def check_same(own: tuple[dict[str, Tensor], float], other: tuple[dict[str, Tens
 def test_changed_rewards_are_trained(models: dict[str, Path], tmp_path: Path, method: str, is_dynamic: bool) -> None:
     """By function, and as functions would have returned them."""
 
+    def shaped(rewards: Tensor) -> Tensor:
+        """Another order of the first function's rewards and of the sums, and NaN where there was none."""
+        return torch.stack([20 - 3 * rewards[:, 0], rewards[:, 1] / 2], dim=1)
+
+    def length(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        """None for some."""
+        return [None if len(ids) % 4 == 2 else float(len(ids)) for ids in completion_ids]
+
     def halves(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         return [None if value is None else value / 2 for value in length(completion_ids)]
 
@@ -100,6 +91,12 @@ def test_changed_rewards_are_trained(models: dict[str, Path], tmp_path: Path, me
 def test_a_changed_reward_of_one_step_is_that_of_the_step(
     models: dict[str, Path], tmp_path: Path, method: str
 ) -> None:
+    def last_step(completion_ids: list[list[int]], **_: Any) -> list[StepRewards]:
+        return [
+            StepRewards.at_tokens([value], [len(ids)])
+            for value, ids in zip(tiny.reward(completion_ids), completion_ids, strict=True)
+        ]
+
     def opposite(completion_ids: list[list[int]], **_: Any) -> list[StepRewards]:
         return [StepRewards([-steps.total], steps.ends, unit="tokens") for steps in last_step(completion_ids)]
 
@@ -274,20 +271,6 @@ def test_an_answer_without_extra_values_shows_none(models: dict[str, Path], tmp_
     assert columns == [[1] * 16, [None] * 16, [3] * 16]
 
 
-class Interrupting(transformers.TrainerCallback):
-    """Does something with the trainer after each step, and draws no number."""
-
-    trainer: Any
-
-    def __init__(self, act: Callable[[Any], object]) -> None:
-        self.act = act
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        state = torch.get_rng_state()
-        self.act(self.trainer)
-        torch.set_rng_state(state)
-
-
 @pytest.mark.parametrize(
     ("act", "evaluations"),
     [
@@ -301,6 +284,19 @@ def test_a_callback_that_leaves_training_changes_no_log_of_it(
     models: dict[str, Path], tmp_path: Path, act: Callable[[Any], object], evaluations: int
 ) -> None:
     """The planned evaluations, after the third step and the last, happen too."""
+
+    class Interrupting(transformers.TrainerCallback):
+        """Does something with the trainer after each step, and draws no number."""
+
+        trainer: Any
+
+        def __init__(self, act: Callable[[Any], object]) -> None:
+            self.act = act
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            state = torch.get_rng_state()
+            self.act(self.trainer)
+            torch.set_rng_state(state)
 
     def history(*callbacks: Interrupting) -> list[dict[str, float]]:
         build = {"callbacks": [*callbacks], "eval_dataset": tiny.dataset(4)}

@@ -25,15 +25,14 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Never called: it only makes the trainer expect log-probs of a sampler."""
-    raise NotImplementedError
-
-
 @pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "gmpo", "dapo"])
 def test_a_micro_batch_of_ours_waits_for_nothing(
     models: dict[str, Path], tmp_path: Path, loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        """Never called: it only makes the trainer expect log-probs of a sampler."""
+        raise NotImplementedError
+
     options = {**OPTIONS, "loss_type": loss_type}
     trainer = tiny.trainer(models["dense"], tmp_path, padded=True, build={"rollout_func": engine}, **options)
     vars(trainer)["current_gradient_accumulation_steps"] = 1

@@ -49,10 +49,6 @@ def test_every_option_shapes_a_rollout_or_does_not() -> None:
     assert inherited & {*of_rollouts} >= OF_TRANSFORMERS
 
 
-def other_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [float(len(ids)) for ids in completion_ids]
-
-
 OPTIONS: dict[str, Any] = {
     **{name: resumable.OPTIONS[name] for name in ("steps_per_generation", "num_iterations", "save_strategy")},
     "save_steps": 1,
@@ -125,6 +121,9 @@ def test_at_the_end_of_a_window_every_option_may_differ(models: dict[str, Path],
 
 
 def test_options_and_reward_functions_are_named_one_a_line(models: dict[str, Path], tmp_path: Path, run: Path) -> None:
+    def other_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
     build_with = {"reward_funcs": [other_reward]}
     other = build(models["dense"], tmp_path, temperature=0.7, num_generations=2, build=build_with)
     with pytest.raises(ValueError) as refused:
