@@ -1,6 +1,5 @@
 """A vLLM server on CPU that generates a rollout ahead: its answers are of the policy before, and it may be killed."""
 
-import importlib.util
 import os
 import signal
 import threading
@@ -17,13 +16,10 @@ from torch import Tensor
 from trl.generation.vllm_client import VLLMClient
 
 from tests.tools import engines, tiny
-from tests.vllm.tools import LORA, serving
+from tests.vllm.tools import LORA, needs_vllm, serving
 from trl_steady.trl_bridge.vllm import SteadyGeneration
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
-]
+pytestmark = needs_vllm
 FLAGS = ["--enable-lora", "--max-lora-rank", "8", "--logprobs-mode", "processed_logprobs"]
 TAKES_ADAPTERS = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 # float32 on both sides; the engine adds the adapter's product where the policy does, in another order
@@ -62,33 +58,6 @@ def built(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return trainer
 
 
-def kept(trainer: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Train, and return for each rollout the adapter as it began, and the rollout."""
-    found: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-
-    class Kept(type(trainer)):
-        def _generate_and_score_completions(self, inputs: Any) -> Any:
-            adapter = {name: value.clone() for name, value in get_peft_model_state_dict(self.model).items()}
-            found.append((adapter, super()._generate_and_score_completions(inputs)))
-            return found[-1][1]
-
-    trainer.__class__ = Kept
-    trainer.train()
-    return found
-
-
-def below_best(trainer: Any, adapter: dict[str, Tensor], samples: dict[str, Tensor]) -> Tensor:
-    """How far the logit of each token of the answers lies below the largest one: 0 if the choice is greedy."""
-    set_peft_model_state_dict(trainer.model, adapter)
-    ids = torch.cat([samples["prompt_ids"], samples["completion_ids"]], dim=1)
-    mask = torch.cat([samples["prompt_mask"], samples["completion_mask"]], dim=1)
-    with torch.no_grad():
-        logits = trainer.model.eval()(input_ids=ids, attention_mask=mask).logits.float()
-    logits = logits[:, samples["prompt_ids"].size(1) - 1 : -1]
-    chosen = logits.gather(-1, samples["completion_ids"][..., None]).squeeze(-1)
-    return (logits.amax(-1) - chosen)[samples["completion_mask"].bool()]
-
-
 @pytest.mark.filterwarnings("ignore:sampling leaves tokens out:UserWarning")
 def test_greedy_answers_are_those_of_the_policy_one_rollout_before(
     server: Callable[[], str], built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -105,12 +74,34 @@ def test_greedy_answers_are_those_of_the_policy_one_rollout_before(
 
     monkeypatch.setattr(SteadyGeneration, "send_request", noted)
     trainer = built(url, top_k=1, entropy_coef=1.0, learning_rate=3e-2, **LONG)
-    found = kept(trainer)
+    # for each rollout the adapter as it began, and the rollout
+    found: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+
+    class Kept(type(trainer)):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            adapter = {name: value.clone() for name, value in get_peft_model_state_dict(self.model).items()}
+            found.append((adapter, super()._generate_and_score_completions(inputs)))
+            return found[-1][1]
+
+    trainer.__class__ = Kept
+    trainer.train()
+
+    def below_best(adapter: dict[str, Tensor], samples: dict[str, Tensor]) -> Tensor:
+        """How far the logit of each token of the answers lies below the largest one: 0 if the choice is greedy."""
+        set_peft_model_state_dict(trainer.model, adapter)
+        ids = torch.cat([samples["prompt_ids"], samples["completion_ids"]], dim=1)
+        mask = torch.cat([samples["prompt_mask"], samples["completion_mask"]], dim=1)
+        with torch.no_grad():
+            logits = trainer.model.eval()(input_ids=ids, attention_mask=mask).logits.float()
+        logits = logits[:, samples["prompt_ids"].size(1) - 1 : -1]
+        chosen = logits.gather(-1, samples["completion_ids"][..., None]).squeeze(-1)
+        return (logits.amax(-1) - chosen)[samples["completion_mask"].bool()]
+
     adapters, rollouts = zip(*found, strict=True)
     assert len(found) == 6
     of_versions = zip([adapters[0], *adapters[:-1]], rollouts, strict=True)
-    assert max(below_best(trainer, *each).max() for each in of_versions) < ROUNDING
-    newer = [below_best(trainer, *each) for each in found[1:]]
+    assert max(below_best(*each).max() for each in of_versions) < ROUNDING
+    newer = [below_best(*each) for each in found[1:]]
     assert sum(gaps.max() > 100 * ROUNDING for gaps in newer) >= 4  # so that one rollout's lag is seen
     behind = [row["async/versions_behind"] for row in tiny.history(trainer) if "loss" in row]
     assert behind == [0, 1, 1, 1, 1, 1]

@@ -1,6 +1,5 @@
 """Routes of a vLLM engine in the trainer's process: they are those of the tokens, and what they are good for."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,10 @@ from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import agent, tiny
 from tests.vllm import conftest, mixtures
-from tests.vllm.tools import Colocated, shares
+from tests.vllm.tools import Colocated, needs_vllm, shares
 from trl_steady.features.router_replay.feature import RouterReplay
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
-]
-
-
-TRAINING: dict[str, Any] = {"max_steps": 9, "learning_rate": 3e-3}
+pytestmark = needs_vllm
 
 
 @pytest.mark.supports("router_replay R3", "trim_padding", on="vLLM colocate")
@@ -30,7 +23,7 @@ def test_routes_are_those_of_each_token_and_of_the_weights_that_were_sent(
     mixture: Path, tmp_path: Path, colocated: Colocated
 ) -> None:
     """Three rollouts of four updates each, but for the last."""
-    trainer = tiny.train(colocated(mixture, tmp_path, **TRAINING))
+    trainer = tiny.train(colocated(mixture, tmp_path, max_steps=9, learning_rate=3e-3))
     assert trainer.feature(RouterReplay).routers(trainer.model).decoder_layers == mixtures.SPARSE
     assert len(trainer.rollouts) == 3 and shares(mixture, trainer) == [1.0, 1.0, 1.0]
     assert max(shares(mixture, trainer, of_weights=0)[1:]) < 0.7  # the weights have moved

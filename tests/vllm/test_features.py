@@ -1,6 +1,5 @@
 """With an engine in the trainer's process features train as without one on the same tokens and log-probs."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -9,57 +8,10 @@ import torch
 
 from tests.features.router_replay.tools import build
 from tests.tools import tiny
-from tests.vllm.tools import Colocated
+from tests.vllm.tools import Colocated, needs_vllm
 from trl_steady import StepRewards
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
-]
-
-
-def in_steps(completion_ids: list[list[int]], **_: Any) -> list[StepRewards]:
-    return [
-        StepRewards.at_tokens([float(sum(ids) % 7), float(len(ids) % 5)][: 1 + (len(ids) > 1)], sorted({1, len(ids)}))
-        for ids in completion_ids
-    ]
-
-
-MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 4, "ref_model_mixup_alpha": 0.6}
-COMMON: dict[str, Any] = {
-    "beta": 0.1,
-    "max_steps": 9,  # three rollouts
-    "router_aux_loss_coef": 0.0,
-    "vllm_importance_sampling_correction": False,  # TRL's, which is for vLLM alone
-    "learning_rate": 1e-3,
-}
-SHOWN: dict[str, dict[str, Any]] = {
-    "gspo": {
-        "shows": ["gspo", "KL corrections", "masks", "router_replay R2"],
-        "loss_type": "gspo",
-        "kl_ratio_denominator": "sampler",
-        "off_policy_mask_threshold": 1e-3,
-        "geometric_mask_range": (0.998, 1.002),
-        "token_veto_threshold": 0.98,
-        "router_replay": "R2",
-        "dtype": "bfloat16",  # of the engine, which masks then see
-    },
-    "gspo_token": {
-        "shows": ["gspo_token", "step rewards", "moving reference, full", "ref_model_sync_kl"],
-        "loss_type": "gspo_token",
-        "build": {"reward_funcs": in_steps},
-        "ref_model_sync_kl": 1e-4,
-        **MOVING,
-    },
-    "lora": {
-        "shows": ["moving reference, LoRA", "ref_model_sync_reset_optimizer", "token_budget", "share_prompts"],
-        "lora": "attention",
-        "token_budget": 300,
-        "share_prompts": True,
-        "ref_model_sync_reset_optimizer": True,
-        **MOVING,
-    },
-}
+pytestmark = needs_vllm
 
 
 @pytest.mark.supports("gspo", "gspo_token", "KL corrections", "masks", "step rewards", on="vLLM colocate")
@@ -70,10 +22,54 @@ def test_what_is_sampled_is_trained_on_as_if_it_came_from_elsewhere(
     mixture: Path, tmp_path: Path, colocated: Colocated, request: pytest.FixtureRequest
 ) -> None:
     """The second run is given what the first has sampled, and its log-probs; the engine had the policy's weights."""
+
+    def in_steps(completion_ids: list[list[int]], **_: Any) -> list[StepRewards]:
+        return [
+            StepRewards.at_tokens(
+                [float(sum(ids) % 7), float(len(ids) % 5)][: 1 + (len(ids) > 1)], sorted({1, len(ids)})
+            )
+            for ids in completion_ids
+        ]
+
+    moving = {"sync_ref_model": True, "ref_model_sync_steps": 4, "ref_model_mixup_alpha": 0.6}
+    common: dict[str, Any] = {
+        "beta": 0.1,
+        "max_steps": 9,  # three rollouts
+        "router_aux_loss_coef": 0.0,
+        "vllm_importance_sampling_correction": False,  # TRL's, which is for vLLM alone
+        "learning_rate": 1e-3,
+    }
+    shown: dict[str, dict[str, Any]] = {
+        "gspo": {
+            "shows": ["gspo", "KL corrections", "masks", "router_replay R2"],
+            "loss_type": "gspo",
+            "kl_ratio_denominator": "sampler",
+            "off_policy_mask_threshold": 1e-3,
+            "geometric_mask_range": (0.998, 1.002),
+            "token_veto_threshold": 0.98,
+            "router_replay": "R2",
+            "dtype": "bfloat16",  # of the engine, which masks then see
+        },
+        "gspo_token": {
+            "shows": ["gspo_token", "step rewards", "moving reference, full", "ref_model_sync_kl"],
+            "loss_type": "gspo_token",
+            "build": {"reward_funcs": in_steps},
+            "ref_model_sync_kl": 1e-4,
+            **moving,
+        },
+        "lora": {
+            "shows": ["moving reference, LoRA", "ref_model_sync_reset_optimizer", "token_budget", "share_prompts"],
+            "lora": "attention",
+            "token_budget": 300,
+            "share_prompts": True,
+            "ref_model_sync_reset_optimizer": True,
+            **moving,
+        },
+    }
     marked = {feature for mark in request.node.iter_markers("supports") for feature in mark.args}
-    assert marked == {feature for options in SHOWN.values() for feature in options["shows"]}
-    for case, shown in SHOWN.items():
-        options = {name: value for name, value in shown.items() if name != "shows"} | COMMON
+    assert marked == {feature for options in shown.values() for feature in options["shows"]}
+    for case, own in shown.items():
+        options = {name: value for name, value in own.items() if name != "shows"} | common
         with_engine = colocated(mixture, tmp_path / case, **{"router_replay": None, **options})
         answers: list[tuple[Any, ...]] = []
         generate = with_engine.vllm_generation.generate

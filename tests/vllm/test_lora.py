@@ -3,7 +3,6 @@
 vLLM makes its groups of processes once, and a mixture of experts needs one more: those tests come before these.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,9 @@ from tests.features.adapters.tools import differences
 from tests.features.reference.tools import base_tensors
 from tests.tools import engines, tiny
 from tests.vllm import cpu
-from tests.vllm.tools import LORA, serving
+from tests.vllm.tools import LORA, needs_vllm, serving
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
-]
+pytestmark = needs_vllm
 # float32 on both sides; the engine adds the adapter's product where the policy does, in another order
 ROUNDING = 1e-4
 ENGINE: dict[str, Any] = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 12, "beta": 0.04}
@@ -116,25 +112,22 @@ def other(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-MISMATCH = r"engine_check=1.0: engine and policy differ by a mean k3 of \S+ nats per token"
-
-
-def without_reference(method: str) -> dict[str, Any]:
-    correction = {} if method == "RLOO" else {"vllm_importance_sampling_correction": False}
-    return {"method": method, "beta": 0.0, "steps_per_generation": 1, "per_device_train_batch_size": 16, **correction}
-
-
 @pytest.mark.parametrize("method", ["GRPO", "RLOO", "PPO"])
 def test_an_engine_with_the_policys_base_passes_the_check_and_one_with_another_does_not(
     built: Callable[..., tuple[Any, dict[str, Any]]], other: str, method: str
 ) -> None:
     """On-policy and without TRL's correction, where TRL scores no old policy."""
-    trainer, _ = built(max_steps=2, engine_check=1e-6, **without_reference(method))
+    options = {"method": method, "beta": 0.0, "steps_per_generation": 1, "per_device_train_batch_size": 16}
+    if method != "RLOO":
+        options["vllm_importance_sampling_correction"] = False
+    trainer, _ = built(max_steps=2, engine_check=1e-6, **options)
     trainer.train()
     assert trainer.state.global_step == 2
-    trainer, asked = built(engine={"model": other}, max_steps=2, **without_reference(method))
+    trainer, asked = built(engine={"model": other}, max_steps=2, **options)
     assert asked["model"] == other and asked["enable_lora"]
-    with pytest.raises(ValueError, match=MISMATCH):
+    with pytest.raises(
+        ValueError, match=r"engine_check=1.0: engine and policy differ by a mean k3 of \S+ nats per token"
+    ):
         trainer.train()
     assert trainer.state.global_step == 0
 

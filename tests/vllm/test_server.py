@@ -1,6 +1,5 @@
 """Routes of a vLLM server, a process of its own. It cannot take weights on CPU, so that there is one rollout."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ from tests.features.router_replay.tools import build, oracles, rows
 from tests.oracles.routes import NONE
 from tests.tools import tiny
 from tests.vllm import mixtures
-from tests.vllm.tools import serving, shares
+from tests.vllm.tools import needs_vllm, serving, shares
 from trl_steady.features.router_replay.feature import ROUTES
 from trl_steady.features.router_replay.routes import from_engine
 from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_candidates
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
-]
+pytestmark = needs_vllm
 
 
 @pytest.fixture(scope="module")

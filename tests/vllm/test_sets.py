@@ -1,7 +1,6 @@
 """Kept tokens of a vLLM engine in the trainer's process: what it is asked, and that one on CPU cannot return them."""
 
 import dataclasses
-import importlib.util
 import inspect
 from pathlib import Path
 
@@ -10,14 +9,11 @@ import torch
 from trl.generation import vllm_generation
 
 from tests.features.sampling_mask.tools import SETS
-from tests.vllm.tools import Colocated
+from tests.vllm.tools import Colocated, needs_vllm
 from trl_steady.features.router_replay.feature import ROUTES
 from trl_steady.features.sampling_mask.feature import SAMPLING_MASK
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
-]
+pytestmark = needs_vllm
 
 
 def test_a_completion_has_the_fields_that_are_read() -> None:

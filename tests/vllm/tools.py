@@ -1,5 +1,6 @@
 """Options and a server that several tests of real engines use."""
 
+import importlib.util
 import os
 import signal
 import socket
@@ -11,11 +12,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import requests
 
 from tests.features.router_replay.tools import oracles, rows
 from tests.vllm import mixtures
 
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
+]
 Colocated = Callable[..., Any]
 """Builds a trainer with an engine in this process."""
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
