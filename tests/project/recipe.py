@@ -33,15 +33,6 @@ needs_gsm8k = pytest.mark.skipif(
     not GSM8K_FOLDER, reason="TRL_STEADY_GSM8K does not name the folder of GSM8K's questions"
 )
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-# for a model from the hub, on data like GSM8K, without an engine
-FROM_HUB: dict[str, Any] = {
-    "model_init_kwargs": '{"dtype": "float32"}',
-    "num_generations": 4,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 1,
-    "max_completion_length": 8,
-    "use_vllm": False,
-}
 
 
 def script(recipes: Any, name: str) -> Any:

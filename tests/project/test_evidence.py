@@ -163,32 +163,35 @@ def test_the_true_gradient_is_the_slope_of_the_return(evidence: Any) -> None:
         assert within(abs(slope - float(true[row, token])), 1e-9)
 
 
-METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "grpo": ({}, {}),
-    "delta": ({"delta": 1.3}, {"delta": 1.3}),
-    "dapo": ({"reduction": "step_tokens"}, {"loss_type": "bnpo"}),  # which has the batch's own tokens
-    "dr_grpo": ({"reduction": "constant"}, {"loss_type": "dr_grpo", "max_completion_length": 4}),
-    "gspo": ({"ratio": "gspo"}, {"loss_type": "gspo"}),
-    "gspo_token": ({"ratio": "gspo_token"}, {"loss_type": "gspo_token"}),
-    "gmpo": ({"ratio": "gmpo"}, {"loss_type": "gmpo"}),
-    "dppo": (
-        {"ratio": "dppo", "epsilon": 0.05, "epsilon_high": 0.04, "reduction": "constant"},
-        {"loss_type": "dppo", "epsilon": 0.05, "epsilon_high": 0.04, "max_completion_length": 4},
-    ),
-    "penalty": ({"sampler_penalty": 0.5, "epsilon": 0.05}, {"sampler_penalty": 0.5, "epsilon": 0.05}),
-    "off-policy mask": ({"off_policy_mask_threshold": 0.1}, {"off_policy_mask_threshold": 0.1}),
-    "masks": (
-        {"geometric_mask_range": (0.8, 1.3), "token_veto_threshold": 0.5},
-        {"geometric_mask_range": (0.8, 1.3), "token_veto_threshold": 0.5, "build": {"rollout_func": print}},
-    ),
-    "weights": ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.2}, {}),
-}
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_slopes_are_those_of_the_trainers_loss(evidence: Any, evaluate: Evaluate, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "own", "options"),
+    [
+        ("grpo", {}, {}),
+        ("delta", {"delta": 1.3}, {"delta": 1.3}),
+        ("dapo", {"reduction": "step_tokens"}, {"loss_type": "bnpo"}),  # which has the batch's own tokens
+        ("dr_grpo", {"reduction": "constant"}, {"loss_type": "dr_grpo", "max_completion_length": 4}),
+        ("gspo", {"ratio": "gspo"}, {"loss_type": "gspo"}),
+        ("gspo_token", {"ratio": "gspo_token"}, {"loss_type": "gspo_token"}),
+        ("gmpo", {"ratio": "gmpo"}, {"loss_type": "gmpo"}),
+        (
+            "dppo",
+            {"ratio": "dppo", "epsilon": 0.05, "epsilon_high": 0.04, "reduction": "constant"},
+            {"loss_type": "dppo", "epsilon": 0.05, "epsilon_high": 0.04, "max_completion_length": 4},
+        ),
+        ("penalty", {"sampler_penalty": 0.5, "epsilon": 0.05}, {"sampler_penalty": 0.5, "epsilon": 0.05}),
+        ("off-policy mask", {"off_policy_mask_threshold": 0.1}, {"off_policy_mask_threshold": 0.1}),
+        (
+            "masks",
+            {"geometric_mask_range": (0.8, 1.3), "token_veto_threshold": 0.5},
+            {"geometric_mask_range": (0.8, 1.3), "token_veto_threshold": 0.5, "build": {"rollout_func": print}},
+        ),
+        ("weights", {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.2}, {}),
+    ],
+)
+def test_the_slopes_are_those_of_the_trainers_loss(
+    evidence: Any, evaluate: Evaluate, name: str, own: dict[str, Any], options: dict[str, Any]
+) -> None:
     exact = evidence.exact
-    own, options = METHODS[name]
     task, theta = evidence.lengths.problem(0, 1.0)
     tables = [exact.softmax(theta + 0.3 * exact.gaussians(seed, *theta.shape)) for seed in range(2)]
     given = exact.Pass.of(task, exact.softmax, theta, *tables)

@@ -108,3 +108,13 @@ def test_the_page_of_skipped_sequences_has_the_recorded_figures(tmp_path: Path) 
     with script.figure("weights") as picture:
         picture.draw(tmp_path / "weights.png", recorded)
     assert (tmp_path / "weights.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", ["flow", "rooms"])
+def test_the_figure_of_the_design_is_of_todays_code(name: str, tmp_path: Path) -> None:
+    """Run `docs/figures/NAME.py` if it is not."""
+    image = pytest.importorskip("PIL.Image")
+    with script.figure(name) as figure:
+        figure.draw(tmp_path / "now.png")
+    stored, now = (image.open(path) for path in (ROOT / f"docs/figures/{name}.png", tmp_path / "now.png"))
+    assert stored.text["Description"] == now.text["Description"]

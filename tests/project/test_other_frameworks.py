@@ -20,39 +20,167 @@ from trl_steady.functional import masks
 
 LOSSES, VERL, SKYRL, PRIME = (block for block in blocks("docs/other-frameworks.md") if block.language == "python")
 LOW, HIGH = 0.1, 0.15  # clips some ratios of `random_batch` under each loss
-ADAPTERS: dict[str, Callable[..., Any]] = {}
+Case = tuple[str, Batch, Callable[..., Outcome]]
 
 
-# stand-ins
+@pytest.fixture
+def provide(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make a module with these attributes importable, and the packages that it is in."""
+
+    def provide(name: str, **attributes: Any) -> None:
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            package = ModuleType(".".join(parts[:i]))
+            package.__path__ = []
+            monkeypatch.setitem(sys.modules, package.__name__, package)
+        vars(sys.modules[name]).update(attributes)
+
+    provide("steady_losses", **run(LOSSES))
+    return provide
 
 
-def agg_loss(
-    loss_mat: Tensor,
-    loss_mask: Tensor,
-    loss_agg_mode: str,
-    dp_size: int = 1,
-    batch_num_tokens: int | None = None,
-    global_batch_size: int | None = None,
-    loss_scale_factor: int | None = None,
-) -> Tensor:
-    """verl's mean over the answers of the global batch, for a backward pass that averages over processes."""
-    assert loss_agg_mode == "seq-mean-token-mean" and loss_mask.dtype == torch.bool
-    means = (loss_mat * loss_mask).sum(-1) / loss_mask.sum(-1).clamp(min=1)
-    return means.sum() * dp_size / (len(means) if global_batch_size is None else global_batch_size)
+@pytest.fixture(params=["gspo", "gspo_token", "gmpo"])
+def case(request: pytest.FixtureRequest, evaluate: Evaluate) -> Case:
+    """A method, a batch in which it clips, and our trainer's loss of it."""
+    batch = random_batch(per_token=request.param == "gspo_token")
+
+    def trained(**options: Any) -> Outcome:
+        return evaluate(batch, **{"loss_type": request.param, "epsilon": LOW, "epsilon_high": HIGH, **options})
+
+    clipped = trained().grad[batch.mask] == 0
+    assert 2 < clipped.sum() < len(clipped) - 2
+    return request.param, batch, trained
 
 
-def apply_off_policy_correction(
-    loss: Tensor,
-    old_log_probs: Tensor,
-    rollout_logprobs: Tensor | None,
-    loss_mask: Tensor,
-    off_policy_correction: Any,
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """SkyRL's truncated ratio per token, and a mask of answers."""
-    if rollout_logprobs is None:
-        return loss, loss_mask, {}
-    ratio = (old_log_probs - rollout_logprobs).exp().clamp(max=off_policy_correction.high)
-    return loss * ratio, loss_mask * off_policy_correction.keep, {"is_ratio_max": ratio.max().item()}
+def garbage(batch: Batch) -> Batch:
+    """Return the batch with NaN for padding."""
+    nan = lambda values: values.where(batch.mask, torch.nan)
+    return batch._replace(logps=nan(batch.logps), old_logps=nan(batch.old_logps))
+
+
+def per_token(batch: Batch) -> Tensor:
+    """Return advantages of shape (B, T), 0 for padding, as all three frameworks have them."""
+    advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
+    return advantages * batch.mask
+
+
+def outcome(loss: Tensor, logps: Tensor) -> Outcome:
+    loss.backward()
+    assert logps.grad is not None
+    return Outcome(loss.detach(), logps.grad, {})
+
+
+def is_same(found: Outcome, expected: Outcome, factor: float = 1.0) -> bool:
+    """To 1e-10, in float64. The gradient of padding is exactly 0, whatever stood there."""
+    same = torch.allclose(found.loss, expected.loss * factor, rtol=1e-10, atol=0)
+    return same and torch.allclose(found.grad, expected.grad * factor, rtol=1e-10, atol=1e-16)
+
+
+def weighted(trained: Callable[..., Outcome], weights: Tensor) -> Outcome:
+    """Our trainer's loss with weights of an engine."""
+    inputs = {"importance_sampling_ratio": weights, "sampling_per_token_logps": torch.zeros_like(weights)}
+    return trained(inputs=inputs, attributes={"use_vllm": True})
+
+
+def test_verl(case: Case, provide: Callable[..., None]) -> None:
+    """Two processes, with two and four answers, whose gradients are averaged."""
+    method, batch, trained = case
+    adapters: dict[str, Callable[..., Any]] = {}
+
+    def agg_loss(
+        loss_mat: Tensor,
+        loss_mask: Tensor,
+        loss_agg_mode: str,
+        dp_size: int = 1,
+        batch_num_tokens: int | None = None,
+        global_batch_size: int | None = None,
+        loss_scale_factor: int | None = None,
+    ) -> Tensor:
+        """verl's mean over the answers of the global batch, for a backward pass that averages over processes."""
+        assert loss_agg_mode == "seq-mean-token-mean" and loss_mask.dtype == torch.bool
+        means = (loss_mat * loss_mask).sum(-1) / loss_mask.sum(-1).clamp(min=1)
+        return means.sum() * dp_size / (len(means) if global_batch_size is None else global_batch_size)
+
+    register = lambda name: lambda func: adapters.setdefault(name, func)
+    provide("verl.trainer.ppo.core_algos", agg_loss=agg_loss, register_policy_loss=register)
+    run(VERL)
+
+    def in_verl(batch: Batch, weights: Tensor | None = None) -> Outcome:
+        logps, loss, count = (
+            batch.logps.clone().requires_grad_(),
+            torch.zeros((), dtype=torch.float64),
+            len(batch.mask),
+        )
+        info = {"dp_size": 2, "batch_num_tokens": 99, "global_batch_size": count, "loss_scale_factor": None}
+        config = SimpleNamespace(clip_ratio_low=LOW, clip_ratio_high=HIGH, global_batch_info=info)
+        for rows in (slice(0, 2), slice(2, count)):
+            part, metrics = adapters[f"steady_{method}"](
+                old_log_prob=batch.old_logps[rows],
+                log_prob=logps[rows],
+                advantages=per_token(batch)[rows],
+                response_mask=batch.mask[rows],
+                loss_agg_mode="token-mean",
+                config=config,
+                rollout_is_weights=None if weights is None else weights[rows],
+            )
+            assert metrics == {}
+            loss = loss + part / 2
+        return outcome(loss, logps)
+
+    assert is_same(in_verl(garbage(batch)), trained())
+    weights = 0.5 + torch.rand(batch.mask.shape, generator=torch.manual_seed(0), dtype=torch.float64)
+    assert is_same(in_verl(garbage(batch), weights), weighted(trained, weights))
+    assert not is_same(weighted(trained, weights), trained())
+
+
+def test_skyrl(case: Case, provide: Callable[..., None]) -> None:
+    """Micro-batches of two answers, whose losses are added; the advantages are divided before."""
+    method, batch, trained = case
+    adapters: dict[str, Callable[..., Any]] = {}
+
+    def correct(
+        loss: Tensor, old_log_probs: Tensor, rollout_logprobs: Tensor | None, loss_mask: Tensor, correction: Any
+    ) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """SkyRL's truncated ratio per token, and a mask of answers."""
+        if rollout_logprobs is None:
+            return loss, loss_mask, {}
+        ratio = (old_log_probs - rollout_logprobs).exp().clamp(max=correction.high)
+        return loss * ratio, loss_mask * correction.keep, {"is_ratio_max": ratio.max().item()}
+
+    utils = "skyrl.backends.skyrl_train.utils"
+    provide(f"{utils}.ppo_utils", PolicyLossRegistry=SimpleNamespace(register=adapters.__setitem__))
+    provide(f"{utils}.off_policy_correction_utils", apply_off_policy_correction=correct)
+    run(SKYRL)
+
+    def in_skyrl(batch: Batch, rollout: Tensor | None = None, keep: Tensor | None = None) -> Outcome:
+        logps, loss, count = (
+            batch.logps.clone().requires_grad_(),
+            torch.zeros((), dtype=torch.float64),
+            len(batch.mask),
+        )
+        divisor = count * batch.mask.sum(-1, keepdim=True).clamp(min=1)
+        advantages = per_token(batch) / divisor
+        for start in range(0, count, 2):
+            rows = slice(start, start + 2)
+            correction = SimpleNamespace(high=1.2, keep=1.0 if keep is None else keep[rows])
+            part, metrics = adapters[f"steady_{method}"](
+                logps[rows],
+                batch.old_logps[rows],
+                advantages[rows],
+                config=SimpleNamespace(eps_clip_low=LOW, eps_clip_high=HIGH, off_policy_correction=correction),
+                loss_mask=batch.mask[rows].float(),
+                rollout_logprobs=None if rollout is None else rollout[rows],
+            )
+            assert bool(metrics) == (rollout is not None)
+            loss = loss + part
+        return outcome(loss, logps)
+
+    assert is_same(in_skyrl(garbage(batch)), trained())
+    rollout = batch.old_logps + 0.3 * torch.randn(batch.mask.shape, generator=torch.manual_seed(0)).double()
+    mismatch, keep = masks.log_ratio(batch.old_logps, rollout), torch.tensor([1.0, 1, 0, 1, 0, 1])[:, None]
+    weights = masks.engine_weights(mismatch, batch.mask, mode="token_truncate", high=1.2)
+    assert (weights == 1.2).any()
+    assert is_same(in_skyrl(batch, rollout, keep), weighted(trained, weights * keep))
 
 
 @dataclass
@@ -75,193 +203,44 @@ class LossOutputs:
     metrics: dict[str, Tensor]
 
 
-class PolicyLossRegistry:
-    """SkyRL's."""
-
-    @classmethod
-    def register(cls, name: str, func: Callable[..., Any]) -> None:
-        ADAPTERS[name] = func
-
-
-def register_policy_loss(name: str) -> Callable[[Any], Any]:
-    """verl's."""
-    return lambda func: ADAPTERS.setdefault(name, func)
-
-
-PEERS: dict[str, dict[str, Any]] = {
-    "verl.trainer.ppo.core_algos": {"agg_loss": agg_loss, "register_policy_loss": register_policy_loss},
-    "skyrl.backends.skyrl_train.utils.ppo_utils": {"PolicyLossRegistry": PolicyLossRegistry},
-    "skyrl.backends.skyrl_train.utils.off_policy_correction_utils": {
-        "apply_off_policy_correction": apply_off_policy_correction
-    },
-    "prime_rl.trainer.rl.loss": {"LossInputs": LossInputs, "LossOutputs": LossOutputs},
-}
-
-
 @pytest.fixture
-def adapter(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], dict[str, Any]]:
-    """Run a block of the page among the stand-ins, and return its globals."""
-    ADAPTERS.clear()
-    for name, attributes in [*PEERS.items(), ("steady_losses", run(LOSSES))]:
-        parts = name.split(".")
-        for i in range(1, len(parts) + 1):  # the packages too
-            package = ModuleType(".".join(parts[:i]))
-            package.__path__ = []
-            monkeypatch.setitem(sys.modules, package.__name__, package)
-        vars(sys.modules[name]).update(attributes)
-    return run
+def in_prime(provide: Callable[..., None]) -> Callable[..., Outcome]:
+    """The page's loss in prime-rl: sequences one by one, divided by the number of loss tokens."""
+    provide("prime_rl.trainer.rl.loss", LossInputs=LossInputs, LossOutputs=LossOutputs)
+    loss_fn = run(PRIME)["loss"]
+    prompt = lambda row: torch.nn.functional.pad(row, (2, 0))  # of two tokens
+
+    def in_prime(batch: Batch, ref: Tensor | None = None, scale: float | None = None, **given: Any) -> Outcome:
+        logps, loss = batch.logps.clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
+        for i in range(len(batch.mask)):
+            inputs = LossInputs(
+                prompt(logps[i]),
+                prompt(batch.old_logps[i]),
+                None if ref is None else prompt(ref[i]),
+                prompt(per_token(batch)[i]),
+                prompt(batch.mask[i]),
+                None if scale is None else torch.full((batch.mask.size(1) + 2,), scale).double(),
+            )
+            loss = loss + loss_fn(inputs, low=LOW, high=HIGH, **given).loss
+        return outcome(loss / batch.mask.sum(), logps)
+
+    return in_prime
 
 
-# how each framework calls a loss, and what its backward pass adds up
-
-
-def garbage(batch: Batch) -> Batch:
-    """NaN for padding."""
-    nan = lambda values: values.where(batch.mask, torch.nan)
-    return batch._replace(logps=nan(batch.logps), old_logps=nan(batch.old_logps))
-
-
-def per_token(advantages: Tensor, mask: Tensor) -> Tensor:
-    """(B, T), 0 for padding, as all three frameworks have them."""
-    return (advantages if advantages.dim() == 2 else advantages[:, None]) * mask
-
-
-def outcome(loss: Tensor, logps: Tensor) -> Outcome:
-    loss.backward()
-    assert logps.grad is not None
-    return Outcome(loss.detach(), logps.grad, {})
-
-
-def in_verl(method: str, batch: Batch, weights: Tensor | None = None) -> Outcome:
-    """Two processes, with two and four answers, whose gradients are averaged."""
-    logps, loss, count = batch.logps.clone().requires_grad_(), torch.zeros((), dtype=torch.float64), len(batch.mask)
-    info = {"dp_size": 2, "batch_num_tokens": 99, "global_batch_size": count, "loss_scale_factor": None}
-    config = SimpleNamespace(clip_ratio_low=LOW, clip_ratio_high=HIGH, global_batch_info=info)
-    for rows in (slice(0, 2), slice(2, count)):
-        part, metrics = ADAPTERS[f"steady_{method}"](
-            old_log_prob=batch.old_logps[rows],
-            log_prob=logps[rows],
-            advantages=per_token(batch.advantages, batch.mask)[rows],
-            response_mask=batch.mask[rows],
-            loss_agg_mode="token-mean",
-            config=config,
-            rollout_is_weights=None if weights is None else weights[rows],
-        )
-        assert metrics == {}
-        loss = loss + part / 2
-    return outcome(loss, logps)
-
-
-def in_skyrl(method: str, batch: Batch, rollout: Tensor | None = None, keep: Tensor | float = 1.0) -> Outcome:
-    """Micro-batches of two answers, whose losses are added; the advantages are divided before."""
-    logps, loss, count = batch.logps.clone().requires_grad_(), torch.zeros((), dtype=torch.float64), len(batch.mask)
-    divisor = count * batch.mask.sum(-1, keepdim=True).clamp(min=1)
-    advantages = per_token(batch.advantages, batch.mask) / divisor
-    for start in range(0, count, 2):
-        rows = slice(start, start + 2)
-        correction = SimpleNamespace(high=1.2, keep=keep[rows] if isinstance(keep, Tensor) else keep)
-        part, metrics = ADAPTERS[f"steady_{method}"](
-            logps[rows],
-            batch.old_logps[rows],
-            advantages[rows],
-            config=SimpleNamespace(eps_clip_low=LOW, eps_clip_high=HIGH, off_policy_correction=correction),
-            loss_mask=batch.mask[rows].float(),
-            rollout_logprobs=None if rollout is None else rollout[rows],
-        )
-        assert bool(metrics) == (rollout is not None)
-        loss = loss + part
-    return outcome(loss, logps)
-
-
-def in_prime(
-    loss_fn: Callable[..., LossOutputs],
-    batch: Batch,
-    ref: Tensor | None = None,
-    scale: float | None = None,
-    **given: Any,
-) -> Outcome:
-    """Sequences one by one, after a prompt of two tokens; the sum is divided by the number of loss tokens."""
-    logps, loss = batch.logps.clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
-    prompt = lambda row: torch.nn.functional.pad(row, (2, 0))
-    for i in range(len(batch.mask)):
-        inputs = LossInputs(
-            prompt(logps[i]),
-            prompt(batch.old_logps[i]),
-            None if ref is None else prompt(ref[i]),
-            prompt(per_token(batch.advantages, batch.mask)[i]),
-            prompt(batch.mask[i]),
-            None if scale is None else torch.full((batch.mask.size(1) + 2,), scale).double(),
-        )
-        loss = loss + loss_fn(inputs, low=LOW, high=HIGH, **given).loss
-    loss = loss / batch.mask.sum()
-    return outcome(loss, logps)
-
-
-def is_same(found: Outcome, expected: Outcome, factor: float = 1.0) -> bool:
-    """To 1e-10, in float64. The gradient of padding is exactly 0, whatever stood there."""
-    same = torch.allclose(found.loss, expected.loss * factor, rtol=1e-10, atol=0)
-    return same and torch.allclose(found.grad, expected.grad * factor, rtol=1e-10, atol=1e-16)
-
-
-@pytest.fixture(params=["gspo", "gspo_token", "gmpo"])
-def case(request: pytest.FixtureRequest, evaluate: Evaluate) -> tuple[str, Batch, Callable[..., Outcome]]:
-    """A method, a batch in which it clips, and our trainer's loss of it."""
-    batch = random_batch(per_token=request.param == "gspo_token")
-
-    def trained(**options: Any) -> Outcome:
-        return evaluate(batch, **{"loss_type": request.param, "epsilon": LOW, "epsilon_high": HIGH, **options})
-
-    clipped = trained().grad[batch.mask] == 0
-    assert 2 < clipped.sum() < len(clipped) - 2
-    return request.param, batch, trained
-
-
-def weighted(trained: Callable[..., Outcome], weights: Tensor) -> Outcome:
-    """Our trainer's loss with weights of an engine."""
-    inputs = {"importance_sampling_ratio": weights, "sampling_per_token_logps": torch.zeros_like(weights)}
-    return trained(inputs=inputs, attributes={"use_vllm": True})
-
-
-Case = tuple[str, Batch, Callable[..., Outcome]]
-
-
-def test_verl(case: Case, adapter: Callable[[Any], dict[str, Any]]) -> None:
+def test_prime_rl(case: Case, in_prime: Callable[..., Outcome]) -> None:
     method, batch, trained = case
-    adapter(VERL)
-    assert is_same(in_verl(method, garbage(batch)), trained())
-    weights = 0.5 + torch.rand(batch.mask.shape, generator=torch.manual_seed(0), dtype=torch.float64)
-    assert is_same(in_verl(method, garbage(batch), weights), weighted(trained, weights))
-    assert not is_same(weighted(trained, weights), trained())
-
-
-def test_skyrl(case: Case, adapter: Callable[[Any], dict[str, Any]]) -> None:
-    method, batch, trained = case
-    adapter(SKYRL)
-    assert is_same(in_skyrl(method, garbage(batch)), trained())
-    rollout = batch.old_logps + 0.3 * torch.randn(batch.mask.shape, generator=torch.manual_seed(0)).double()
-    mismatch, keep = masks.log_ratio(batch.old_logps, rollout), torch.tensor([1.0, 1, 0, 1, 0, 1])[:, None]
-    weights = masks.engine_weights(mismatch, batch.mask, mode="token_truncate", high=1.2)
-    assert (weights == 1.2).any()
-    assert is_same(in_skyrl(method, batch, rollout, keep), weighted(trained, weights * keep))
-
-
-def test_prime_rl(case: Case, adapter: Callable[[Any], dict[str, Any]]) -> None:
-    method, batch, trained = case
-    loss_fn = adapter(PRIME)["loss"]
     length = batch.mask.sum().item() / len(batch.mask)
     given: dict[str, Any] = {"method": method, "mean_length": length}
-    assert is_same(in_prime(loss_fn, garbage(batch), **given), trained())
-    assert is_same(in_prime(loss_fn, batch, scale=0.5, **given), trained(), 0.5)
+    assert is_same(in_prime(garbage(batch), **given), trained())
+    assert is_same(in_prime(batch, scale=0.5, **given), trained(), 0.5)
     # the corrected KL
     ref = batch.old_logps + 0.2
-    found = in_prime(loss_fn, garbage(batch), ref.where(batch.mask, torch.nan), beta=0.3, **given)
+    found = in_prime(garbage(batch), ref.where(batch.mask, torch.nan), beta=0.3, **given)
     expected = trained(beta=0.3, inputs={"ref_per_token_logps": ref})
     assert is_same(found, expected) and not is_same(expected, trained())
 
 
-def test_without_a_mean_length_prime_rl_weighs_tokens(
-    evaluate: Evaluate, adapter: Callable[[Any], dict[str, Any]]
-) -> None:
+def test_without_a_mean_length_prime_rl_weighs_tokens(evaluate: Evaluate, in_prime: Callable[..., Outcome]) -> None:
     """TRL's "dapo" does so too."""
     batch = random_batch()
     options = {
@@ -271,7 +250,7 @@ def test_without_a_mean_length_prime_rl_weighs_tokens(
         "steps_per_generation": 1,
     }
     expected = evaluate(batch, loss_type="dapo", **options)
-    assert is_same(in_prime(adapter(PRIME)["loss"], batch, method="gspo"), expected)
+    assert is_same(in_prime(batch, method="gspo"), expected)
     assert not is_same(evaluate(batch, loss_type="gspo", **options), expected)
 
 

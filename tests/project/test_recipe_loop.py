@@ -1,61 +1,13 @@
 """DeepSeekMath's loop: its settings, a small run of each arm from one start, and the comparison of the arms."""
 
 import json
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.project import recipe
-from tests.project.recipe import is_picture, moved, parse
+from tests.project.recipe import parse
 
 FOLDER = recipe.FOLDER / "deepseekmath_loop"
 NAME = "deepseekmath_loop/smollm2-135m"
-
-
-@pytest.mark.slow
-def test_each_arm_runs_on_a_tiny_model(smollm2: Any, models: dict[str, Path], tmp_path: Path) -> None:
-    found, files = {}, []
-    for arm in smollm2.arms.ARMS:
-        few = {"max_steps": 6, "steps_per_generation": 2, "ref_model_sync_steps": 2, "initial_prompts": 8}
-        few |= {"reward_learning_rate": 0.01, "learning_rate": 0.01, "check_every": 1}
-        found[arm] = recipe.run(smollm2, NAME, tmp_path / arm, arm=arm, **few)
-        assert [refresh["step"] for refresh in found[arm]["refreshes"]] == [2, 4]
-        assert list(found[arm]["held-out greedy accuracy by step"]) == [0, 2, 4, 6]
-        assert "<svg" in (tmp_path / arm / "report.html").read_text()
-        assert moved(tmp_path / arm / "adapter", models["dense"])
-        assert (tmp_path / arm / "adapter/reward").is_dir() == (arm != "rule")
-        assert json.loads((tmp_path / arm / "results.json").read_text())["objective"]["arm"] == arm
-        files.append(str(tmp_path / arm / "results.json"))
-    trained = {arm: [row["step"] for row in results["reward_refreshes"]] for arm, results in found.items()}
-    assert trained == {"rule": [], "frozen": [0], "retrained": [0, 2, 4], "without_replay": [0, 2, 4]}
-    replayed = {arm: [row["replayed"] > 0 for row in results["reward_refreshes"]] for arm, results in found.items()}
-    assert replayed["retrained"] == [False, True, True] and not any(replayed["without_replay"])
-    # the arms make the same first rollout, and three of them begin with the same reward model
-    smollm2.arms.refuse_other_starts(list(found.values()))
-    steps, rights = zip(*(smollm2.arms.truths(results) for results in found.values()), strict=True)
-    assert list(steps) == 4 * [[1, 3, 5]] and len({own[0] for own in rights}) == 1
-    scores = {arm: smollm2.arms.scores(results)[1] for arm, results in found.items()}
-    assert scores.pop("rule") == [] and len({own[0] for own in scores.values()}) == 1
-    assert len({own[1] for own in scores.values()}) == 3  # after the first training
-
-    smollm2.arms.main(str(tmp_path / "arms.png"), *files)
-    assert is_picture(tmp_path / "arms.png")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:vllm_max_model_length:UserWarning")  # without an engine here
-def test_the_7b_config_runs_with_a_reward_model(recipes: Any, gsm8k: Path, tmp_path: Path) -> None:
-    """The command of the README, on a tiny model, tiny data and one process."""
-    few = recipe.FROM_HUB | {"model_name": gsm8k, "lora_r": 4, "learning_rate": 0.01, "reward_learning_rate": 0.01}
-    few |= {"steps_per_generation": 2, "max_steps": 4, "ref_model_sync_steps": 2, "initial_prompts": 4}
-    few |= {"eval_strategy": "no", "eval_on_start": False}
-    few |= {"held_out": 10, "samples": 2, "output_dir": tmp_path / "out"}
-    kinds = recipe.dataclasses(recipes, NAME)
-    results = recipes.deepseekmath_loop.main(*parse(recipes, "iterative_grpo/deepseekmath-7b", kinds, **few))
-    assert [row["step"] for row in results["reward_refreshes"]] == [0, 2]
-    assert recipes.arms.truths(results)[0] == recipes.arms.scores(results)[0] == [1, 3]
-    assert moved(tmp_path / "out/adapter", gsm8k)
 
 
 def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:

@@ -4,46 +4,31 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.project import recipe
-from tests.project.recipe import is_picture
-from tests.tools.cases import cases
 from tests.tools.headroom import within
 from trl_steady.features.router_replay.replay import Routers
-
-NAME = "moe/qwen3-moe-digits"
-FEW = {"num_generations": 4, "max_steps": 8, "learning_rate": 0.01}
-PROBLEM = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
-VARIANTS = {
-    "GRPO": {},
-    "GRPO, R2": {"router_replay": "R2"},
-    "GRPO, R3": {"router_replay": "R3"},
-    "GSPO": {"loss_type": "gspo"},
-}
-
-
-COMPLETIONS = {
-    "1123345569</s>": True,
-    "1123345569</s><pad>": True,  # what generation fills up with
-    "1123345569": False,  # has not ended
-    "112334556</s>": False,
-    "1123345596</s>": False,
-    "": False,
-}
 
 
 def test_an_answer_is_all_digits_in_order_and_the_end(recipes: Any) -> None:
     task, vocabulary = recipes.digits.Digits(Path()), recipes.digits.VOCABULARY
-    assert task.prompt(PROBLEM) == "<s>3141592653:"
-    for completion, right in COMPLETIONS.items():
-        assert task.is_right(PROBLEM, completion) is right
+    problem = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
+    assert task.prompt(problem) == "<s>3141592653:"
+    for completion, right in {
+        "1123345569</s>": True,
+        "1123345569</s><pad>": True,  # what generation fills up with
+        "1123345569": False,  # has not ended
+        "112334556</s>": False,
+        "1123345596</s>": False,
+        "": False,
+    }.items():
+        assert task.is_right(problem, completion) is right
         names = completion.replace("</s>", "e").replace("<pad>", "p")
         ids = [vocabulary[{"e": "</s>", "p": "<pad>"}.get(name, name)] for name in names]
         # the text is what TRL hands over, without special tokens
         text = names.replace("e", "").replace("p", "")
-        assert task.reward([text], problem=[list(PROBLEM)], completion_ids=[ids]) == [float(right)]
+        assert task.reward([text], problem=[list(problem)], completion_ids=[ids]) == [float(right)]
 
 
 def test_warm_start_training_and_held_out_problems_have_no_digits_in_common(recipes: Any) -> None:
@@ -77,36 +62,13 @@ def test_the_probe_replays_as_the_package_does(digits: Any) -> None:
     assert not within((moved - replayed).abs(), 1e-4)
 
 
-# one variant is enough for each commit
-EACH = cases(VARIANTS, ("GRPO, R3",))
-
-
-@pytest.mark.parametrize("label", EACH)
-def test_each_variant_runs_on_a_smaller_model(
-    digits: Any, label: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output, few = tmp_path / "out", {**FEW, "check_every": 1, "start": tmp_path / "start"}
-    results = recipe.run(digits, NAME, output, **few, **VARIANTS[label])
-    assert "accuracy on held-out problems" in capsys.readouterr().out
-    assert digits.variants.variant(results) == label
-    for name in digits.variants.COLUMNS:
-        steps, values = digits.report.series(results["history"], name)
-        assert steps == [4, 8] and all(value >= 0 for value in values)
-    assert digits.report.series(results["history"], "probe/changed")[1][0] > 0
-    assert any("routing/changed" in row for row in results["history"]) == ("router_replay" in VARIANTS[label])
-    digits.variants.main(str(output / "all.png"), str(output / "results.json"))
-    assert "<svg" in (output / "report.html").read_text() and is_picture(output / "all.png")
-    assert capsys.readouterr().out.splitlines()[2].startswith(f"| {label} | 0 | ")
-    assert json.loads((output / "results.json").read_text())["objective"] == results["objective"]
-
-
 def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
     """The cells of the page have each seed and the mean, or the mean."""
     folder = recipe.FOLDER / "moe"
     readme = (folder / "README.md").read_text().replace("%", "")
     runs = [json.loads(file.read_text()) for file in (folder / "results").glob("*.json")]
     rows = [line[2:-2].split(" | ") for line in recipes.variants.table(runs).replace("%", "").splitlines()]
-    for label in VARIANTS:
+    for label in ("GRPO", "GRPO, R2", "GRPO, R3", "GSPO"):
         *seeds, mean = (row[2:] for row in rows if row[0] == label)
         ways = [f"{', '.join(row[way] for row in seeds)} ({mean[way]})" for way in (0, 1)]
         cells = [*ways, mean[3], f"{mean[4]}, {mean[5]}"]

@@ -71,24 +71,30 @@ def test_padding_does_not_leak_into_an_encoder(recipes: Any) -> None:
 
 SUM = (17, 25, 28, 14)  # 42, 70, 84
 RIGHT = "17+25=42\n42+28=70\n70+14=84"
-LINES = {
-    "right": (RIGHT, [True, True, True]),
-    "a wrong sum, and the next line goes on from it": ("17+25=41\n41+28=69\n69+14=83", [False, True, True]),
-    "a wrong sum, and the next line does not": ("17+25=41\n42+28=70\n70+14=84", [False, False, True]),
-    "a wrong last sum": ("17+25=42\n42+28=70\n70+14=85", [True, True, False]),
-    "a wrong number": ("17+25=42\n42+14=56\n56+28=84", [True, False, False]),
-    "an extra line": (RIGHT + "\n84+10=94", [True, True, False, False]),
-    "the first line three times": ("17+25=42\n17+25=42\n17+25=42", [True, False, False]),
-    "a line left out": ("17+25=42\n70+14=84", [True, False]),
-    "text at the end": (RIGHT + " done", [True, True, False]),
-    "a blank line": ("17+25=42\n\n42+28=70\n70+14=84", [True, False, False]),
-    "a zero before a sum": ("17+25=042\n042+28=70\n70+14=84", [False, True, True]),
-    "cut in the last line": (RIGHT[:-1], [True, True, False]),
-    "none": ("", []),
-}
 
 
-@pytest.mark.parametrize(("text", "right"), LINES.values(), ids=LINES)
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        pytest.param(RIGHT, [True, True, True], id="right"),
+        pytest.param(
+            "17+25=41\n41+28=69\n69+14=83", [False, True, True], id="a wrong sum, and the next line goes on from it"
+        ),
+        pytest.param(
+            "17+25=41\n42+28=70\n70+14=84", [False, False, True], id="a wrong sum, and the next line does not"
+        ),
+        pytest.param("17+25=42\n42+28=70\n70+14=85", [True, True, False], id="a wrong last sum"),
+        pytest.param("17+25=42\n42+14=56\n56+28=84", [True, False, False], id="a wrong number"),
+        pytest.param(RIGHT + "\n84+10=94", [True, True, False, False], id="an extra line"),
+        pytest.param("17+25=42\n17+25=42\n17+25=42", [True, False, False], id="the first line three times"),
+        pytest.param("17+25=42\n70+14=84", [True, False], id="a line left out"),
+        pytest.param(RIGHT + " done", [True, True, False], id="text at the end"),
+        pytest.param("17+25=42\n\n42+28=70\n70+14=84", [True, False, False], id="a blank line"),
+        pytest.param("17+25=042\n042+28=70\n70+14=84", [False, True, True], id="a zero before a sum"),
+        pytest.param(RIGHT[:-1], [True, True, False], id="cut in the last line"),
+        pytest.param("", [], id="none"),
+    ],
+)
 def test_each_line_of_a_sum_is_verified(recipes: Any, text: str, right: list[bool]) -> None:
     assert recipes.sums.right_lines(SUM, text) == right
     whole = text == RIGHT

@@ -1,8 +1,6 @@
 """The task of two numbers is what it says, and the scripts that train SmolLM2 run on a tiny model."""
 
-import itertools
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from tests.project import recipe
 from tests.project.recipe import is_picture, moved
@@ -41,21 +38,6 @@ def test_the_interval_is_that_of_paired_problems(recipes: Any) -> None:
     assert found.high == pytest.approx(0.25 + 1.96 * 0.025, abs=5e-3)
 
 
-@pytest.mark.slow
-def test_the_gspo_script_runs_from_end_to_end_on_a_tiny_model(
-    smollm2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(smollm2.small_model, "BATCH", 10)
-    results = recipe.run(smollm2, "gspo/smollm2-135m-comparison", tmp_path, max_steps=8)
-    printed = capsys.readouterr().out
-    assert printed.count("\nstep ") >= 8 and "accuracy on held-out problems" in printed
-    before = printed.partition("Before: ")[2].partition("Training: ")[0]
-    assert [line.strip() for line in before.splitlines()[1:3]] == ["10 of 20 answers", "20 of 20 answers"]
-    for name, accuracy in results["accuracy"].items():
-        assert f"held out, {name}: {accuracy['before']:.1%} right\n" in before
-    assert list(results["held-out greedy accuracy by step"]) == [0, 4, 8]
-
-
 def test_the_iterative_script_refreshes_and_resumes_on_a_tiny_model(
     smollm2: Any, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,66 +64,6 @@ def test_the_iterative_script_refreshes_and_resumes_on_a_tiny_model(
     assert is_picture(tmp_path / "both.png")
 
 
-@pytest.mark.slow
-def test_the_v32_script_shows_what_the_mask_sees_and_drops(
-    smollm2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = {
-        threshold: recipe.run(
-            smollm2, "v32/smollm2-135m-v32", tmp_path, max_steps=8, off_policy_mask_threshold=threshold
-        )
-        for threshold in ("0", "inf")
-    }
-    assert len(re.findall(r"^step \d/8  .*  dropped \d+%", capsys.readouterr().out, re.M)) == 16
-    assert "Infinity" not in (tmp_path / "results.json").read_text()  # which JSON has not
-
-    def curve(results: Any, name: str) -> list[float]:
-        return smollm2.report.series(results["history"], name)[1]
-
-    for results in found.values():
-        q99 = curve(results, "off_policy_q99")
-        assert len(curve(results, "off_policy_q90")) == 8
-        assert [step for step, value in enumerate(q99) if value == 0] == [0, 4]  # on-policy: each rollout's first
-        assert curve(results, "kl/k3") == pytest.approx(curve(results, "kl"), rel=1e-3)
-    assert sum(curve(found["0"], "dropped/off_policy")) > 0 == sum(curve(found["inf"], "dropped/off_policy"))
-    smollm2.panels.main(str(tmp_path / "both.png"), f"V3.2={tmp_path}/results.json", f"again={tmp_path}/results.json")
-    assert is_picture(tmp_path / "both.png")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Glyph")  # a random model writes control characters
-def test_the_process_script_rewards_steps_or_outcomes_from_one_start(
-    smollm2: Any, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found, files = {}, []
-    for rewards in ("steps", "outcome"):
-        few = {"max_steps": 4, "rewards": rewards, "start": tmp_path / "start"}
-        found[rewards] = recipe.run(smollm2, "process_rewards/smollm2-135m-process", tmp_path / rewards, **few)
-        files.append(str(tmp_path / rewards / "results.json"))
-        assert moved(tmp_path / rewards / "adapter", tmp_path / "start")
-        # of whole answers there are no advantages by token to be shown
-        assert (tmp_path / rewards / "advantages.png").exists() == (rewards == "steps")
-    printed = capsys.readouterr().out
-    assert printed.count("worked problems ") == 20  # once: the second run starts where the first one did
-    assert printed.count("\nstep ") == 8
-    taught, plain = (
-        transformers.AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "start", models["dense"])
-    )
-    assert any(not torch.equal(*pair) for pair in zip(taught.parameters(), plain.parameters(), strict=True))
-
-    def curve(rewards: str, name: str) -> list[float]:
-        return smollm2.report.series(found[rewards]["history"], name)[1]
-
-    # the first rollout is the same, and rewarded by what the arm says
-    assert all(len(curve(*each)) == 2 for each in itertools.product(found, ("right", "right_lines")))
-    assert curve("steps", "right")[0] == curve("outcome", "right")[0]
-    assert curve("steps", "reward")[0] == pytest.approx(curve("steps", "right_lines")[0])
-    assert curve("outcome", "reward") == pytest.approx(curve("outcome", "right"))
-    assert curve("steps", "reward")[0] != curve("outcome", "reward")[0]
-    smollm2.compare.main(str(tmp_path / "both.png"), *files)
-    assert is_picture(tmp_path / "both.png")
-
-
 def test_the_recorded_runs_of_step_rewards_are_what_the_readme_says(recipes: Any) -> None:
     folder = recipe.FOLDER / "process_rewards"
     readme = recipe.without_spaces(folder / "README.md")
@@ -157,22 +79,6 @@ def test_the_recorded_runs_of_step_rewards_are_what_the_readme_says(recipes: Any
         rows = [found[seed, decoding] for seed in ("0", "1", "2", "mean")]
         cells = [f"{100 * d.difference:+.1f} ({100 * d.low:+.1f} to {100 * d.high:+.1f})" for d in rows]
         assert f"| {decoding.split()[0]} | {' | '.join(cells)} |" in readme
-
-
-@pytest.mark.slow
-def test_gsm8k_runs_on_a_tiny_model_and_tiny_data(recipes: Any, gsm8k: Path, tmp_path: Path) -> None:
-    few = recipe.FROM_HUB | {"model_name": gsm8k, "quantised": False, "max_steps": 2, "held_out": 4, "eval_steps": 1}
-    few |= {"per_device_eval_batch_size": 4, "steps_per_generation": 1}
-    name = "iterative_grpo/deepseekmath-7b"
-    results = recipe.run(recipes, name, tmp_path / "out", **few, ref_model_sync_steps=1)
-    assert [refresh["step"] for refresh in results["refreshes"]] == [1]
-    assert results["problems"] == {"training": 8, "held out": 4}
-    assert recipes.report.series(results["history"], "eval_reward")[0] == [0, 1, 2]
-    assert (tmp_path / "out/model").is_dir() and "<svg" in (tmp_path / "out/report.html").read_text()
-    # without an engine there are no log-probs of the sampler's
-    few |= {"kl_ratio_denominator": "old", "steps_per_generation": 2}
-    results = recipe.run(recipes, "v32/qwen2.5-7b-gsm8k-80gb", tmp_path / "out", **few)
-    assert len(results["accuracy"]) == 2 and (tmp_path / "out/adapter").is_dir()
 
 
 def test_maths_answers_are_verified_as_trl_does(recipes: Any) -> None:
