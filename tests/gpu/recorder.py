@@ -10,7 +10,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +28,7 @@ Figures = Callable[[str, float, str], None]
 def environment() -> dict[str, Any]:
     """Return the GPU, and the versions of what runs on it."""
     properties = torch.cuda.get_device_properties(0)
+    versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     return {
         "device": {
             "name": torch.cuda.get_device_name(0),
@@ -35,30 +36,8 @@ def environment() -> dict[str, Any]:
             "capability": list(torch.cuda.get_device_capability(0)),
             "cuda": torch.version.cuda,
         },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: _version(name) for name in PACKAGES},
-            "trl_steady": trl_steady.__version__,
-        },
+        "versions": {**versions, "trl_steady": trl_steady.__version__},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-class Peak:
-    """The peak of the allocator over a test, although the test resets the allocator's own."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def keep(self) -> None:
-        """Take what the allocator has measured since the last reset."""
-        self.bytes = max(self.bytes, torch.cuda.max_memory_allocated())
 
 
 class Recorder:
@@ -71,24 +50,23 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """Measure the memory of a test."""
+        """Measure the memory of a test, which may reset the allocator's own peak."""
         if not _is_recorded(item) or not torch.cuda.is_available():
             return (yield)
-        peak, reset = Peak(), torch.cuda.reset_peak_memory_stats
+        row, reset = self._row(item.nodeid), torch.cuda.reset_peak_memory_stats
         gc.collect()  # trainers have cycles
         torch.cuda.empty_cache()
         reset()
 
         def keep_and_reset(*arguments: Any) -> None:
-            peak.keep()
+            row["peak_bytes"] = max(row["peak_bytes"], torch.cuda.max_memory_allocated())
             reset(*arguments)
 
         try:
             with patch.object(torch.cuda, "reset_peak_memory_stats", keep_and_reset):
                 return (yield)
         finally:
-            peak.keep()
-            self._row(item.nodeid)["peak_bytes"] = peak.bytes
+            keep_and_reset()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
@@ -100,7 +78,8 @@ class Recorder:
             if report.failed:
                 row["outcome"], row["reason"] = "failed", str(report.longrepr).strip().splitlines()[-1]
             elif report.skipped and row["outcome"] != "failed":
-                row["outcome"], row["reason"] = "skipped", _reason(report)
+                reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+                row["outcome"], row["reason"] = "skipped", reason.removeprefix("Skipped: ")
             if report.when == "teardown":
                 self._write()
         return report
@@ -136,8 +115,3 @@ class Recorder:
 
 def _is_recorded(item: pytest.Item) -> bool:
     return item.get_closest_marker("gpu") is not None
-
-
-def _reason(report: Any) -> str:
-    reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    return reason.removeprefix("Skipped: ")

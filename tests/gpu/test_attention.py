@@ -26,17 +26,6 @@ PLACES: dict[str, Batch] = {
     "one prompt": BATCHES["one prompt"],
     LONG: padded([([*range(1, 131)], [7] * 9), ([*range(1, 131)], [8] * 140), ([5, 6], [9] * 70)]),
 }
-CASES = [
-    *((name, shared, window) for name in ("one prompt",) for shared in (False, True) for window in (None, 2, 3)),
-    *((LONG, shared, window) for shared in (False, True) for window in (None, 100)),
-]
-
-
-def dense(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
-    """(1, N, heads, size) from tensors (1, heads, N, size), with every score of every pair of tokens."""
-    key, value = (each.repeat_interleave(query.size(1) // each.size(1), dim=1) for each in (key, value))
-    scores = (query @ key.transpose(2, 3) * SCALE).masked_fill(~allowed, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
 def off(own: Tensor, true: Tensor) -> float:
@@ -45,7 +34,13 @@ def off(own: Tensor, true: Tensor) -> float:
 
 
 @everywhere
-@pytest.mark.parametrize(("batch", "shared", "window"), CASES)
+@pytest.mark.parametrize(
+    ("batch", "shared", "window"),
+    [
+        *(("one prompt", shared, window) for shared in (False, True) for window in (None, 2, 3)),
+        *((LONG, shared, window) for shared in (False, True) for window in (None, 100)),
+    ],
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_attends_to_what_a_token_may_see(
     place: Place, name: str, batch: str, shared: bool, window: int | None, figures: Figures
@@ -67,7 +62,11 @@ def test_a_kernel_attends_to_what_a_token_may_see(
         weights = torch.randn(got.shape, generator=draw)
         gradients = torch.autograd.grad((got * weights.to(got)).sum(), on_device)
     allowed = visible(packing, PLACES[batch], shared, window)
-    expected = dense(*exact, allowed)
+    # with every score of every pair of tokens
+    query, *others = exact
+    key, value = (each.repeat_interleave(query.size(1) // each.size(1), dim=1) for each in others)
+    scores = (query @ key.transpose(2, 3) * SCALE).masked_fill(~allowed, -torch.inf)
+    expected = (scores.softmax(-1) @ value).transpose(1, 2)
     true = torch.autograd.grad((expected * weights.to(got.dtype)).sum(), exact)
     # bf16 has 8 bits: a rounding is at most 2**-9 of a number. Scores and values are at most about 4, and a gradient
     # is a sum over the tokens that see a key.

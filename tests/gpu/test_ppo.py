@@ -16,34 +16,34 @@ from tests.tools import tiny
 from trl_steady.features.critic.feature import Critic
 
 
-def step(place: Place, folder: Path, output: Path, *, lora: bool, bf16: bool) -> tuple[torch.Tensor, list[Any]]:
-    """The values of the first rollout, and the critic's gradients in the first micro-batch."""
-    options = {**place.arguments, "bf16": bf16, "num_generations": 1, "max_grad_norm": 0.0, "max_steps": 1}
-    trainer = tiny.trainer(folder, output, method="PPO", lora=lora, **options)
-    draw = torch.Generator().manual_seed(0)
-    weight = torch.randn(trainer.critic.head.weight.shape, generator=draw)
-    trainer.critic.head.weight.data.copy_(0.1 * weight)  # from 0, nothing would reach the adapter
-    inputs = models.batch(place)
-    trainer.model.train()
-    trainer.feature(Critic).optimizer.enable(True)
-    with trainer.until_backward():
-        values = trainer.values(trainer.critic, inputs)
-        is_token = inputs["completion_mask"].bool()
-        (0.5 * (values - 1).square())[is_token].mean().backward()
-    assert values.dtype == torch.float32
-    named = dict(trainer.critic.named_parameters())
-    others = [p for p in trainer.model.parameters() if id(p) not in {id(own) for own in named.values()}]
-    assert all(p.grad is None for p in others)
-    return values.detach()[is_token], [p.grad.float() for p in named.values() if p.grad is not None]
-
-
 @everywhere
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
 def test_a_critic_in_bf16_is_that_in_float32(place: Place, lora: bool, tmp_path: Path, figures: Figures) -> None:
     place.need_bf16()
     folder = models.save_model(tmp_path / "model", place.choose(models.SMALL, models.MIDDLE))
-    exact, gradients = step(place, folder, tmp_path / "out", lora=lora, bf16=False)
-    rounded, off = step(place, folder, tmp_path / "out", lora=lora, bf16=True)
+
+    def step(*, bf16: bool) -> tuple[torch.Tensor, list[Any]]:
+        """The values of the first rollout, and the critic's gradients in the first micro-batch."""
+        options = {**place.arguments, "bf16": bf16, "num_generations": 1, "max_grad_norm": 0.0, "max_steps": 1}
+        trainer = tiny.trainer(folder, tmp_path / "out", method="PPO", lora=lora, **options)
+        draw = torch.Generator().manual_seed(0)
+        weight = torch.randn(trainer.critic.head.weight.shape, generator=draw)
+        trainer.critic.head.weight.data.copy_(0.1 * weight)  # from 0, nothing would reach the adapter
+        inputs = models.batch(place)
+        trainer.model.train()
+        trainer.feature(Critic).optimizer.enable(True)
+        with trainer.until_backward():
+            values = trainer.values(trainer.critic, inputs)
+            is_token = inputs["completion_mask"].bool()
+            (0.5 * (values - 1).square())[is_token].mean().backward()
+        assert values.dtype == torch.float32
+        named = dict(trainer.critic.named_parameters())
+        others = [p for p in trainer.model.parameters() if id(p) not in {id(own) for own in named.values()}]
+        assert all(p.grad is None for p in others)
+        return values.detach()[is_token], [p.grad.float() for p in named.values() if p.grad is not None]
+
+    exact, gradients = step(bf16=False)
+    rounded, off = step(bf16=True)
     assert any(gradient.any() for gradient in gradients)
     error = float((rounded - exact).abs().max() / exact.abs().max())
     distance = models.apart(off, gradients)

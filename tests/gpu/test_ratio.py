@@ -19,13 +19,6 @@ from tests.tools import tiny
 from tests.tools.headroom import within
 
 CLIP = 3e-4
-PASSES: dict[str, dict[str, Any]] = {
-    "packed": {},
-    "packed by tokens": {"token_budget": 500},
-    "shared prompts": {"token_budget": 500, "share_prompts": True},
-    "padded": {"trim_padding": False},
-}
-PRECISIONS = {"float32": ("float32", False), "autocast": ("float32", True), "bf16 weights": ("bfloat16", True)}
 
 
 class Scored(trl_steady.GRPOTrainer):
@@ -41,44 +34,60 @@ class Scored(trl_steady.GRPOTrainer):
         return output
 
 
-def first_update(
-    place: Place, folder: Path, output: Path, monkeypatch: pytest.MonkeyPatch, weights: str, bf16: bool, **options: Any
-) -> tuple[dict[str, float], Tensor]:
-    """Return the log of the first of two updates on a rollout, and the mean log-probs of its sequences."""
-    source = padding.Source()
-    settings = models.bench_options(place)
-    settings.window = 4
-    source.rollout = padding.rollouts("lognormal", settings)
-    monkeypatch.setattr(trl_steady, "GRPOTrainer", Scored, raising=False)
-    trainer = tiny.trainer(
-        folder,
-        output,
-        **{**place.arguments, "bf16": bf16, "loss_type": "gspo", "max_steps": 1, "learning_rate": 1e-6},
-        **{"gradient_accumulation_steps": 2, "steps_per_generation": 4, "per_device_train_batch_size": 8},
-        **{"num_generations": 8, "max_completion_length": 400, "model_init_kwargs": {"dtype": weights}},
-        **{"build": {"rollout_func": source}, **options},
-    )
-    trainer.train()
-    (row,) = [row for row in trainer.state.log_history if "ratio/sequence_max" in row]
-    return row, trainer.means
-
-
 @everywhere(slow=True)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("passes", PASSES)
+@pytest.mark.parametrize(
+    ("weights", "bf16"),
+    [("float32", False), ("float32", True), ("bfloat16", True)],
+    ids=["float32", "autocast", "bf16 weights"],
+)
+@pytest.mark.parametrize(
+    "passes",
+    [
+        pytest.param({}, id="packed"),
+        pytest.param({"token_budget": 500}, id="packed by tokens"),
+        pytest.param({"token_budget": 500, "share_prompts": True}, id="shared prompts"),
+        pytest.param({"trim_padding": False}, id="padded"),
+    ],
+)
 def test_the_ratio_of_the_first_update_is_1_within_rounding(
-    place: Place, passes: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figures: Figures
+    place: Place,
+    passes: dict[str, Any],
+    weights: str,
+    bf16: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    figures: Figures,
 ) -> None:
     place.need_bf16()
     folder = models.save_model(tmp_path / "model", place.choose(models.SMALL, models.MIDDLE))
+    monkeypatch.setattr(trl_steady, "GRPOTrainer", Scored, raising=False)
+
+    def first_update(weights: str, bf16: bool, **options: Any) -> tuple[dict[str, float], Tensor]:
+        """Return the log of the first of two updates on a rollout, and the mean log-probs of its sequences."""
+        source = padding.Source()
+        settings = models.bench_options(place)
+        settings.window = 4
+        source.rollout = padding.rollouts("lognormal", settings)
+        trainer = tiny.trainer(
+            folder,
+            tmp_path,
+            **{**place.arguments, "bf16": bf16, "loss_type": "gspo", "max_steps": 1, "learning_rate": 1e-6},
+            **{"gradient_accumulation_steps": 2, "steps_per_generation": 4, "per_device_train_batch_size": 8},
+            **{"num_generations": 8, "max_completion_length": 400, "model_init_kwargs": {"dtype": weights}},
+            **{"build": {"rollout_func": source}, **options},
+        )
+        trainer.train()
+        (row,) = [row for row in trainer.state.log_history if "ratio/sequence_max" in row]
+        return row, trainer.means
+
     # the padded passes in float32 are the truth: nothing of ours runs in them
-    _, true = first_update(place, folder, tmp_path, monkeypatch, *PRECISIONS["float32"], trim_padding=False)
-    row, means = first_update(place, folder, tmp_path, monkeypatch, *PRECISIONS[precision], **PASSES[passes])
+    _, true = first_update("float32", False, trim_padding=False)
+    row, means = first_update(weights, bf16, **passes)
     off = max(row["ratio/sequence_max"] - 1, 1 - row["ratio/sequence_min"])
     # sorted: the trainer may order the sequences by length
     error = float((means.sort().values - true.sort().values).abs().max())
     # A mean log-prob of 6 nats in float32 is a sum of roundings of 3e-7. In bf16, a logit of 4 rounds by up to 0.008.
-    assert within(error, 1e-5) if precision == "float32" else 0 < error < 0.03
+    assert within(error, 1e-5) if not bf16 else 0 < error < 0.03
     # The ratio compares two passes whose log-probs are each off by about `error`. The maximum is over other sequences'
     # errors of the same size, so a factor of 2 is left. float32 has 24 bits: log-probs of 8 nats round at 5e-7.
     assert 0 <= off <= 4 * error + 5e-6

@@ -12,26 +12,26 @@ from tests.tools import tiny
 from trl_steady.features.reward_model.feature import RewardModel
 
 
-def scores(place: Place, folder: Path, output: Path, *, bf16: bool) -> torch.Tensor:
-    trainer = rewarding.build("lora", folder, output, **{**place.arguments, "bf16": bf16})
-    rewarding.stir(trainer, by=0.05)
-    draw = torch.Generator().manual_seed(0)
-    lengths = torch.linspace(2, place.choose(12, 96), 8).long().tolist()
-    prompts, answers = (
-        [torch.randint(50, 200, (length,), generator=draw).tolist() for length in of]
-        for of in (lengths[::-1], lengths)
-    )
-    with torch.no_grad():
-        return trainer.feature(RewardModel).scorer.scores(
-            prompts, answers, [[1, length] for length in lengths], batch_size=4
-        )
-
-
 @everywhere
 def test_scores_in_bf16_are_those_in_float32(place: Place, tmp_path: Path, figures: Figures) -> None:
     place.need_bf16()
     folder = models.save_model(tmp_path / "model", place.choose(models.SMALL, models.MIDDLE))
-    exact, rounded = (scores(place, folder, tmp_path / "out", bf16=bf16) for bf16 in (False, True))
+
+    def scores(*, bf16: bool) -> torch.Tensor:
+        trainer = rewarding.build("lora", folder, tmp_path / "out", **{**place.arguments, "bf16": bf16})
+        rewarding.stir(trainer, by=0.05)
+        draw = torch.Generator().manual_seed(0)
+        lengths = torch.linspace(2, place.choose(12, 96), 8).long().tolist()
+        prompts, answers = (
+            [torch.randint(50, 200, (length,), generator=draw).tolist() for length in of]
+            for of in (lengths[::-1], lengths)
+        )
+        with torch.no_grad():
+            return trainer.feature(RewardModel).scorer.scores(
+                prompts, answers, [[1, length] for length in lengths], batch_size=4
+            )
+
+    exact, rounded = scores(bf16=False), scores(bf16=True)
     assert rounded.dtype == torch.float32 and exact.unique().numel() == exact.numel()
     error = float((rounded - exact).abs().max() / exact.abs().max())
     assert 0 < error < 0.1  # a rounding to bf16 is at most 0.2 % of a number, and some tens of them follow each other

@@ -11,11 +11,11 @@ from tests.gpu import models
 from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures
 
-CASES = [("lognormal", "float32"), ("lognormal", "bfloat16"), ("long prompts", "bfloat16")]
-
 
 @everywhere(slow=True)
-@pytest.mark.parametrize(("name", "weights"), CASES)
+@pytest.mark.parametrize(
+    ("name", "weights"), [("lognormal", "float32"), ("lognormal", "bfloat16"), ("long prompts", "bfloat16")]
+)
 def test_steps_a_second_beside_trls(place: Place, tmp_path: Path, name: str, weights: str, figures: Figures) -> None:
     place.need_bf16()
     settings = models.bench_options(place)

@@ -14,42 +14,44 @@ from tests.tools import tiny
 from tests.tools.headroom import within
 from tests.trainers.tools import by_prompt, by_steps
 
-# each with its model and its options
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GRPO": ("dense", {}),
-    "GSPO": ("dense", {"loss_type": "gspo"}),
-    "GSPO-token, step rewards": ("dense", {"loss_type": "gspo_token", "step_advantage": "process"}),
-    "GMPO, masked": ("dense", {"loss_type": "gmpo", "off_policy_mask_threshold": 0.1}),
-    "a moving reference": ("dense", {"sync_ref_model": True, "ref_model_sync_steps": 1}),
-    "skipped sequences": ("dense", {"skip_zero_weight": True, "beta": 0.0}),
-    "shared prompts": ("dense", {"token_budget": 50, "share_prompts": True}),
-    "cut at the right only": ("gpt2", {"token_budget": 50}),
-    "R2": ("moe", {"router_replay": "R2", "router_replay_reference": True, "router_aux_loss_coef": 0.0}),
-}
-
-
-def trained(place: Place, models: dict[str, Path], output: Path, run: str) -> Any:
-    model, options = RUNS[run]
-    reward = by_steps if "step_advantage" in options else by_prompt if "skip_zero_weight" in options else tiny.reward
-    settings = {"beta": 0.1, "optim": "sgd", "learning_rate": 3e-3, "num_iterations": 2, "max_steps": 4, **options}
-    build = {"reward_funcs": reward, "rollout_func": UNEQUAL}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        trainer = tiny.trainer(models[model], output, **place.arguments, build=build, **settings)
-        if model == "moe":  # transformers' other implementation takes another kernel on a GPU
-            trainer.model.set_experts_implementation("eager")
-            trainer.ref_model.set_experts_implementation("eager")
-        return tiny.train(trainer)
-
 
 @everywhere(slow=True)  # tests/trainers/test_on_gpu.py does this on a pretended GPU
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        pytest.param("dense", {}, id="GRPO"),
+        pytest.param("dense", {"loss_type": "gspo"}, id="GSPO"),
+        pytest.param("dense", {"loss_type": "gspo_token", "step_advantage": "process"}, id="GSPO-token, step rewards"),
+        pytest.param("dense", {"loss_type": "gmpo", "off_policy_mask_threshold": 0.1}, id="GMPO, masked"),
+        pytest.param("dense", {"sync_ref_model": True, "ref_model_sync_steps": 1}, id="a moving reference"),
+        pytest.param("dense", {"skip_zero_weight": True, "beta": 0.0}, id="skipped sequences"),
+        pytest.param("dense", {"token_budget": 50, "share_prompts": True}, id="shared prompts"),
+        pytest.param("gpt2", {"token_budget": 50}, id="cut at the right only"),
+        pytest.param(
+            "moe", {"router_replay": "R2", "router_replay_reference": True, "router_aux_loss_coef": 0.0}, id="R2"
+        ),
+    ],
+)
 def test_a_run_is_that_of_the_cpu(
-    place: Place, models: dict[str, Path], tmp_path: Path, run: str, figures: Figures
+    place: Place, models: dict[str, Path], tmp_path: Path, model: str, options: dict[str, Any], figures: Figures
 ) -> None:
-    expected = trained(Place("cpu"), models, tmp_path / "cpu", run)
-    before = tiny.parameters(tiny.trainer(models[RUNS[run][0]], tmp_path / "new"))
-    ours = trained(place, models, tmp_path / "here", run)
+    def trained(place: Place, output: Path) -> Any:
+        reward = (
+            by_steps if "step_advantage" in options else by_prompt if "skip_zero_weight" in options else tiny.reward
+        )
+        settings = {"beta": 0.1, "optim": "sgd", "learning_rate": 3e-3, "num_iterations": 2, "max_steps": 4, **options}
+        build = {"reward_funcs": reward, "rollout_func": UNEQUAL}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            trainer = tiny.trainer(models[model], output, **place.arguments, build=build, **settings)
+            if model == "moe":  # transformers' other implementation takes another kernel on a GPU
+                trainer.model.set_experts_implementation("eager")
+                trainer.ref_model.set_experts_implementation("eager")
+            return tiny.train(trainer)
+
+    expected = trained(Place("cpu"), tmp_path / "cpu")
+    before = tiny.parameters(tiny.trainer(models[model], tmp_path / "new"))
+    ours = trained(place, tmp_path / "here")
     assert {each.device.type for each in ours.model.parameters()} == {place.name}
     true, own = tiny.parameters(expected), {name: each.cpu() for name, each in tiny.parameters(ours).items()}
     moved = sum(float((true[name] - before[name]).square().sum()) for name in true) ** 0.5
