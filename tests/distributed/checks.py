@@ -9,9 +9,10 @@ from tests.distributed import train
 from tests.tools import resumable
 
 
-def marked(request: pytest.FixtureRequest) -> set[str]:
-    """The features that a test says it shows."""
-    return {feature for mark in request.node.iter_markers("supports") for feature in mark.args}
+def marked(request: pytest.FixtureRequest, setup: str = "DDP") -> set[str]:
+    """The features that a test says it shows in a setup."""
+    marks = [mark for mark in request.node.iter_markers("supports") if setup in mark.kwargs["on"]]
+    return {feature for mark in marks for feature in mark.args}
 
 
 def check_close(run: str, one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:

@@ -7,11 +7,13 @@ this choice. Everything else is what runs on GPUs: the script's options, the eng
 """
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, PartialState
@@ -19,12 +21,11 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 FSDP2 = Path(__file__).parents[2] / "recipes/accelerate/fsdp2.yaml"
-ENGINES = ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3")
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
 
 def enable(engine: str) -> None:
     """Let every trainer of this process use the engine of its options. Call it before the first config is built."""
-    os.environ["ACCELERATE_USE_CPU"] = "true"
     if engine == "FSDP2":
         os.environ["ACCELERATE_USE_FSDP"] = "true"
         _after(AcceleratorState, _choose_fsdp)

@@ -41,6 +41,13 @@ def watched(server: Server) -> Watched:
     return Watched(server, size=8)
 
 
+@pytest.fixture
+def url(server: Server) -> str:
+    """The address of a server that answers a resumed run as the whole one: it repeats itself after a group."""
+    Watched(server, size=4)
+    return server.url
+
+
 def trained(rank: int, url: str, model: Path, output: Path) -> None:
     for (name, options), is_ahead in itertools.product(SETTINGS.items(), (False, True)):
         if rank == 0:
@@ -93,26 +100,23 @@ def test_an_error_of_the_server_ends_both_processes(
     processes.run(functools.partial(failing, url=server.url, model=models["dense"], output=tmp_path), tmp_path, 120)
 
 
-def resumed(rank: int, url: str, model: Path, output: Path) -> None:
+@processes.on_two
+def test_both_processes_resume_with_the_answers_that_were_ahead(
+    models: dict[str, Path], tmp_path: Path, url: str
+) -> None:
     options: dict[str, Any] = {**SETTINGS["a group on one process"], "save_strategy": "steps", "save_steps": 1}
     with ahead.connected():
-        whole = tiny.train(ahead.build(url, model, output, **options))
+        whole = tiny.train(ahead.build(url, models["dense"], tmp_path, **options))
         again, checked = (
-            ahead.build(url, model, output / str(check), **options, engine_check=check) for check in (None, 1e-6)
+            ahead.build(url, models["dense"], tmp_path / str(check), **options, engine_check=check)
+            for check in (None, 1e-6)
         )
-        checkpoint = str(output / "checkpoint-2")
+        checkpoint = str(tmp_path / "checkpoint-2")
         again.train(resume_from_checkpoint=checkpoint)
         assert differences(ahead.state(whole), ahead.state(again)) == []
         with pytest.raises(ValueError, match="engine_check=1e-06: engine and policy differ"):
             checked.train(resume_from_checkpoint=checkpoint)
         assert checked.state.global_step == 3  # the third rollout is the checkpoint's
-
-
-def test_both_processes_resume_with_the_answers_that_were_ahead(
-    models: dict[str, Path], tmp_path: Path, server: Server
-) -> None:
-    Watched(server, size=4)  # a group, so that it answers a resumed run as the whole one
-    processes.run(functools.partial(resumed, url=server.url, model=models["dense"], output=tmp_path), tmp_path, 120)
 
 
 def with_a_bad_row(rank: int, url: str, model: Path, output: Path) -> None:

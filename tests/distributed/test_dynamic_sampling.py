@@ -1,6 +1,5 @@
 """Dynamic sampling on two processes: all decide alike, and rows move with all that belongs to them."""
 
-import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -54,32 +53,36 @@ def check_rollout(rollout: rounds.Rollout, size: int, *, is_random: bool = False
     return len(placed)
 
 
-def replaced(rank: int, model: Path, output: Path) -> None:
+@pytest.mark.supports("dynamic_sampling", on="DDP")
+@processes.on_two
+def test_both_processes_replace_the_same_groups(models: dict[str, Path], tmp_path: Path) -> None:
     for name, options in SETTINGS.items():
         options = {"steps_per_generation": 1, "max_steps": 6, **options}
-        trainer = tiny.train(rounds.build(model, output / name, **options))
+        trainer = tiny.train(rounds.build(models["dense"], tmp_path / "out" / name, **options))
         size, by_variance = trainer.num_generations, trainer.args.dynamic_sampling_filter == "reward_variance"
         assert sum(check_rollout(each, size, by_variance=by_variance) for each in trainer.rollouts) > 1, name
         assert len(set(map(str, gather_object([tiny.history(trainer)[:-1]])))) == 1  # shares are of both
 
 
-def drawn(rank: int, model: Path, output: Path) -> None:
+@processes.on_two
+def test_a_random_filter_is_asked_once_for_each_group(models: dict[str, Path], tmp_path: Path) -> None:
     options = {"per_device_train_batch_size": 6, "steps_per_generation": 1, "dynamic_sampling_filter": by_luck}
-    trainer = rounds.build(model, output, **options)
-    torch.manual_seed(rank)
+    trainer = rounds.build(models["dense"], tmp_path / "out", **options)
+    torch.manual_seed(torch.distributed.get_rank())
     tiny.train(trainer)
     assert sum(check_rollout(each, 4, is_random=True) for each in trainer.rollouts) > 3
 
 
-def travelled(rank: int, model: Path, output: Path) -> None:
+@processes.on_two
+def test_routes_and_sets_move_with_their_rows(models: dict[str, Path], tmp_path: Path) -> None:
     """Routes are those of the model, and each token is in its set, also for rows that have moved."""
     options = {"router_replay": "R3", "keep_sampling_mask": True, "top_k": 5, "beta": 0.1, "max_steps": 4}
     options |= {"per_device_train_batch_size": 6, "steps_per_generation": 1, "num_generations": 4, "num_iterations": 2}
-    trainer = tiny.train(rounds.build(model, output, **options))
+    trainer = tiny.train(rounds.build(models["moe"], tmp_path / "out", **options))
     moved = 0
     for rollout in trainer.rollouts:
         samples, known = rollout.samples, {answer.ids for answers in rollout.rounds for answer in answers}
-        before = routed_oracle.initial(model, rollout.weights)
+        before = routed_oracle.initial(models["moe"], rollout.weights)
         ids = torch.cat([samples["prompt_ids"], samples["completion_ids"]], 1)
         mask = torch.cat([samples["prompt_mask"], samples["completion_mask"]], 1).bool()
         for row, (_, completion) in enumerate(rounds.sequences(samples)):
@@ -92,19 +95,14 @@ def travelled(rank: int, model: Path, output: Path) -> None:
     assert sum(gather_object([moved])) > 0
 
 
-def resumed(rank: int, model: Path, output: Path) -> None:
+@processes.on_two
+def test_both_processes_resume(models: dict[str, Path], tmp_path: Path) -> None:
     """At each step, also inside a window."""
     options = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 6}
     saving = {"save_strategy": "steps", "save_steps": 1}
+    model, output = models["dense"], tmp_path / "out"
     whole = tiny.train(rounds.build(model, output, **options, **saving))
     for step in (1, 2, 3):
         again = rounds.build(model, output / "again", **options)
         again.train(resume_from_checkpoint=str(output / f"checkpoint-{step}"))
         assert resumable.differences(resumable.state(whole), resumable.state(again)) == [], step
-
-
-@pytest.mark.supports("dynamic_sampling", on="DDP")
-@pytest.mark.parametrize("check", [replaced, drawn, travelled, resumed])
-def test_two_processes(models: dict[str, Path], tmp_path: Path, check: Any) -> None:
-    model = models["moe" if check is travelled else "dense"]
-    processes.run(functools.partial(check, model=model, output=tmp_path / "out"), tmp_path)

@@ -16,7 +16,7 @@ from trl.trainer.utils import add_fused_lm_head, use_adapter
 from tests.distributed import processes
 from tests.tools import resumable, tiny
 from trl_steady.features.reference.adapter import add_reference_adapter
-from trl_steady.features.reference.tensors import Pair, gather, paired, refresh, restore
+from trl_steady.features.reference.tensors import Pair, gather, refresh, paired, restore
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
 from trl_steady.trl_bridge.models import keep_parameters
@@ -53,8 +53,10 @@ def shard(model: Any, dtype: torch.dtype | None = None) -> Any:
     return model
 
 
-def check_refreshes(rank: int) -> None:
-    """A refresh needs no communication, and the reference alone is gathered. It is the same in eval mode."""
+@processes.on_two
+def test_shards_move_as_whole_tensors_do_and_only_saving_gathers_the_reference(tmp_path: Path) -> None:
+    """A move needs no communication, and the reference alone is gathered. It is the same in eval mode."""
+    rank = torch.distributed.get_rank()
     plain = with_adapters().train()
     sharded = shard(copy.deepcopy(plain))
 
@@ -91,11 +93,9 @@ def check_refreshes(rank: int) -> None:
     assert all(module.training for module in sharded.modules())
 
 
-def test_shards_refresh_as_whole_tensors_do_and_only_saving_gathers_the_reference(tmp_path: Path) -> None:
-    processes.run(check_refreshes, tmp_path)
-
-
-def check_mixed_precision(rank: int) -> None:
+@processes.on_two
+def test_values_and_parameters_beside_the_casts_of_mixed_precision(tmp_path: Path) -> None:
+    """What stays in the root after a forward follows the optimizer, and values are not rounded to bf16."""
     model = with_adapters()
     base: Any = model.get_base_model()
     add_fused_lm_head(base)
@@ -121,8 +121,3 @@ def check_mixed_precision(rank: int) -> None:
     models.reshard(model)
     grads = [p.grad for name, p in model.named_parameters() if "lora_B.default" in name]
     assert all(grad is not None and models.whole(grad).any() for grad in grads)
-
-
-def test_values_and_parameters_beside_the_casts_of_mixed_precision(tmp_path: Path) -> None:
-    """What stays in the root after a forward follows the optimizer, and values are not rounded to bf16."""
-    processes.run(check_mixed_precision, tmp_path)

@@ -21,25 +21,6 @@ SETS = candidate_sets([sorted({token, *range(token + 3, token + 3 + token % 5)})
 INDICES = torch.arange(14).view(2, 7)
 INDEX = {"all": INDICES, "some": INDICES.where(IDS % 4 != 1, -1), "none": torch.full_like(INDICES, -1)}
 """Which tokens have sets."""
-ROUNDS = [("some", "some"), ("all", "some"), ("some", "none"), ("none", "all")]
-"""Which tokens of the first process have sets, and which of the second."""
-
-
-def build(*, tied: bool) -> Any:
-    torch.manual_seed(0)
-    config = copy.deepcopy(tiny.CONFIGS["dense"])
-    config.tie_word_embeddings = tied
-    model = transformers.AutoModelForCausalLM.from_config(config).train()
-    add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
-    return model
-
-
-def shard(model: Any) -> Any:
-    """The layers and the root, as accelerate does."""
-    mesh = init_device_mesh("cpu", (processes.WORLD,))
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh)
-    return model
 
 
 def log_probs(model: Any, kind: str) -> torch.Tensor:
@@ -55,29 +36,29 @@ def loss(scores: torch.Tensor) -> torch.Tensor:
     return (scores * torch.linspace(-0.1, 0.1, scores.numel()).view_as(scores)).sum()
 
 
-def train(model: Any, scores: torch.Tensor) -> None:
-    """Leave in each gradient the mean over the processes."""
-    model.zero_grad()
-    loss(scores).backward()
-    for parameter in (each for each in model.parameters() if each.requires_grad):
-        torch.distributed.all_reduce(parameter.grad)
-        parameter.grad /= processes.WORLD
-
-
-def check_fsdp2(rank: int) -> None:
+@processes.on_two
+def test_shards_of_fsdp2(tmp_path: Path) -> None:
+    rank = torch.distributed.get_rank()
     for tied in (False, True):
-        plain = build(tied=tied)
-        sharded = shard(copy.deepcopy(plain))
+        torch.manual_seed(0)
+        config = copy.deepcopy(tiny.CONFIGS["dense"])
+        config.tie_word_embeddings = tied
+        plain: Any = transformers.AutoModelForCausalLM.from_config(config).train()
+        add_fused_lm_head(plain, temperature=0.7, outputs=("log_probs", "entropy"))
+        sharded: Any = copy.deepcopy(plain)
+        mesh = init_device_mesh("cpu", (processes.WORLD,))
+        for part in (*sharded.model.layers, sharded):  # as accelerate does
+            fully_shard(part, mesh=mesh)
         assert isinstance(sharded.lm_head.weight, DTensor)
-        for kinds in ROUNDS:
+        # which tokens of the first process have sets, and which of the second
+        for kinds in (("some", "some"), ("all", "some"), ("some", "none"), ("none", "all")):
             sharded.zero_grad()  # before the forward, after which the root's parameters are whole
+            plain.zero_grad()
             expected, found = log_probs(plain, kinds[rank]), log_probs(sharded, kinds[rank])
             assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
-            train(plain, expected)
+            loss(expected).backward()
             loss(found).backward()
             for (name, whole), part in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-                assert torch.allclose(part.grad.full_tensor(), whole.grad, rtol=1e-5, atol=1e-6), (name, kinds, tied)
-
-
-def test_shards_of_fsdp2(tmp_path: Path) -> None:
-    processes.run(check_fsdp2, tmp_path)
+                torch.distributed.all_reduce(whole.grad)
+                mean = whole.grad / processes.WORLD
+                assert torch.allclose(part.grad.full_tensor(), mean, rtol=1e-5, atol=1e-6), (name, kinds, tied)

@@ -1,7 +1,5 @@
 """A step is left out on all of two processes if the gradient of one of them is not finite."""
 
-import functools
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +47,14 @@ class Watch(TrainerCallback):
             self.changed.append(state.global_step)
 
 
-def check(rank: int, *, engine: str, model: Path, output: Path) -> None:
+@pytest.mark.parametrize(
+    "engine", ["DDP", "FSDP2", *(pytest.param(zero, marks=sharded.needs_deepspeed) for zero in ("ZeRO-2", "ZeRO-3"))]
+)
+@pytest.mark.supports("skip_nonfinite_steps", on="DDP")
+@pytest.mark.supports("skip_nonfinite_steps", on=("FSDP2", "ZeRO-2", "ZeRO-3"), only="CPU")
+@processes.on_two
+def test_all_processes_leave_a_step_out(models: dict[str, Path], tmp_path: Path, engine: str) -> None:
+    rank, model, output = torch.distributed.get_rank(), models["dense"], tmp_path
     sharded.enable(engine)
     bad = (1, 2) if rank == 1 else ()
     trainer = poison_loss(build(engine, model, output), bad)
@@ -73,12 +78,3 @@ def check(rank: int, *, engine: str, model: Path, output: Path) -> None:
     resumed.train(resume_from_checkpoint=str(saved))
     assert resumed.state.global_step == 5
     assert all(sharded.local(parameter).isfinite().all() for parameter in resumed.model.parameters())
-
-
-@pytest.mark.parametrize("engine", sharded.ENGINES)
-@pytest.mark.supports("skip_nonfinite_steps", on="DDP")
-@pytest.mark.supports("skip_nonfinite_steps", on=("FSDP2", "ZeRO-2", "ZeRO-3"), only="CPU")
-def test_all_processes_leave_a_step_out(models: dict[str, Path], tmp_path: Path, engine: str) -> None:
-    if engine.startswith("ZeRO") and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("needs deepspeed")
-    processes.run(functools.partial(check, engine=engine, model=models["dense"], output=tmp_path), tmp_path)

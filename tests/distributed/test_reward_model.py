@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 
-from tests.distributed import processes, sharded
+from tests.distributed import processes
 from tests.distributed.checks import check_close
 from tests.features.reward_model import tools as rewarding
 from tests.tools import resumable, tiny
@@ -85,41 +86,11 @@ def fixed(kind: str, model: Path, output: Path, *, objective: str, refresh: Any 
     }
 
 
-def resumed(model: Path, output: Path) -> dict[str, Any]:
-    """The end of a run, and of those that resume it inside an outer iteration: in the first, and in the second."""
-    ends = {}
-    for name, checkpoint in (("whole", None), ("first", "checkpoint-6"), ("second", "checkpoint-9")):
-        torch.manual_seed(PartialState().process_index)  # a new adapter differs between processes
-        trainer = rewarding.build_resumable("lora", model, output / name, **RESUMED)
-        trainer.train(resume_from_checkpoint=checkpoint and str(output / "whole" / checkpoint))
-        ends[name] = resumable.state(trainer)
-    return ends
-
-
-def on_two_machines(model: Path, output: Path) -> dict[str, Any]:
-    """The same with a disk for each process, as if it were the only one of a machine."""
-    os.environ["LOCAL_RANK"] = "0"
-    ends, folder = {}, output / str(PartialState().process_index)
-    for name, checkpoint in (("whole", None), ("second", str(folder / "whole" / "checkpoint-9"))):
-        trainer = rewarding.build_resumable("lora", model, folder / name, save_on_each_node=True, **RESUMED)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        ends[name] = resumable.of_reward_model(trainer.feature(RewardModel))
-    return ends
-
-
 def work(rank: int, *, model: Path, output: Path) -> None:
     """Do all runs on this process, and write what each leaves."""
-    sharded.enable("DDP")
     PartialState(cpu=True)
     for name, options in RUNS.items():
-        torch.save(fixed(model=model, output=output / name, **options), _file(output, name, rank))
-    torch.save(resumed(model, output / "resumed"), _file(output, "resumed", rank))
-    torch.save(on_two_machines(model, output / "machines"), _file(output, "machines", rank))
-
-
-def _file(output: Path, name: str, rank: int) -> Path:
-    (output / name).mkdir(parents=True, exist_ok=True)
-    return output / name / f"rank_{rank}.pt"
+        torch.save(fixed(model=model, output=output / name, **options), output / name / f"rank_{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +98,7 @@ def together(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     """Return what both processes leave of a run."""
     output = tmp_path_factory.mktemp("two")
     processes.run(functools.partial(work, model=models["dense"], output=output), output)
-    return lambda name: [torch.load(_file(output, name, rank)) for rank in range(2)]
+    return lambda name: [torch.load(output / name / f"rank_{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.supports("reward model, full", "reward model, LoRA", on="DDP")
@@ -137,7 +108,14 @@ def test_two_processes_retrain_the_reward_model_as_one_does(
 ) -> None:
     one, two = fixed(model=models["dense"], output=tmp_path, **RUNS[name]), together(name)
     assert [process["processes"] for process in (one, *two)] == [(1, None), (2, "gloo"), (2, "gloo")]
-    check_rewards(one["rewards"], [process["rewards"] for process in two])
+    # scores of all completions; the two processes have them one after the other
+    assert len(one["rewards"]) == len(two[0]["rewards"]) == len(two[1]["rewards"]) == 9
+    for whole, *halves in zip(one["rewards"], *(process["rewards"] for process in two), strict=True):
+        both = [scores for half in halves for scores in half]
+        assert len(both) == len(whole) == GLOBAL_BATCH
+        for expected, found in zip(whole, both, strict=True):  # without padding, sums are taken in another order
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        assert max(max(scores, default=0.0) for scores in whole) - min(min(s, default=0.0) for s in whole) > 0.1
     for part in ("retrained", "reward model", "parameters"):  # of both processes bit for bit
         assert resumable.differences(two[0][part], two[1][part]) == [], part
     expected, found = one["reward model"], two[0]["reward model"]
@@ -149,23 +127,8 @@ def test_two_processes_retrain_the_reward_model_as_one_does(
     for weights, own in zip(one["retrained"], two[0]["retrained"], strict=True):
         check_close(name, weights, own)
     check_close(name, one["parameters"], two[0]["parameters"])
-    check_measures(one["history"], two[0]["history"])
-
-
-def check_rewards(one: list[list[list[float]]], two: list[list[list[list[float]]]]) -> None:
-    """Scores of all completions. The two processes have them one after the other."""
-    assert len(one) == len(two[0]) == len(two[1]) == 9
-    for whole, *halves in zip(one, *two, strict=True):
-        both = [scores for half in halves for scores in half]
-        assert len(both) == len(whole) == GLOBAL_BATCH
-        for expected, found in zip(whole, both, strict=True):  # without padding, sums are taken in another order
-            assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
-        assert max(max(scores, default=0.0) for scores in whole) - min(min(s, default=0.0) for s in whole) > 0.1
-
-
-def check_measures(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:
-    assert len(one) == len(two)
-    for expected, found in zip(one, two, strict=True):
+    assert len(one["history"]) == len(two[0]["history"])
+    for expected, found in zip(one["history"], two[0]["history"], strict=True):
         own = {name for name in expected if name.startswith(("reward", "ref/"))}
         assert own == {name for name in found if name.startswith(("reward", "ref/"))}
         for name in own:
@@ -173,33 +136,50 @@ def check_measures(one: list[dict[str, float]], two: list[dict[str, float]]) -> 
 
 
 @pytest.mark.supports("reward model, LoRA", "exact resume", on="DDP")
-def test_two_processes_resume_exactly_inside_an_outer_iteration(together: Any) -> None:
-    ends = together("resumed")
-    for process in ends:
-        for name in ("first", "second"):
-            assert resumable.differences(process["whole"], process[name]) == [], name
-        (retrained,) = process["whole"]["reward model"]["refreshes"]
-        assert retrained[0] == 8 and process["whole"]["reward model"]["completions"]
-    own = [process["whole"]["reward model"] for process in ends]
-    assert resumable.differences(*own) == []
+@processes.on_two
+def test_two_processes_resume_exactly_inside_an_outer_iteration(models: dict[str, Path], tmp_path: Path) -> None:
+    """The run resumes in the first outer iteration, and in the second."""
+    PartialState(cpu=True)
+    ends = {}
+    for name, checkpoint in (("whole", None), ("first", "checkpoint-6"), ("second", "checkpoint-9")):
+        torch.manual_seed(torch.distributed.get_rank())  # a new adapter differs between processes
+        trainer = rewarding.build_resumable("lora", models["dense"], tmp_path / name, **RESUMED)
+        trainer.train(resume_from_checkpoint=checkpoint and str(tmp_path / "whole" / checkpoint))
+        ends[name] = resumable.state(trainer)
+    assert resumable.differences(ends["whole"], ends["first"]) == []
+    assert resumable.differences(ends["whole"], ends["second"]) == []
+    own = ends["whole"]["reward model"]
+    assert [refresh[0] for refresh in own["refreshes"]] == [8] and own["completions"]
+    one, two = gather_object([own])
+    assert resumable.differences(one, two) == []
 
 
-def test_two_machines_without_a_common_disk_resume_too(together: Any) -> None:
-    ends = together("machines")
-    for process in ends:
-        assert resumable.differences(process["whole"], process["second"]) == []
-    assert resumable.differences(ends[0]["whole"], ends[1]["whole"]) == []
+@processes.on_two
+def test_two_machines_without_a_common_disk_resume_too(models: dict[str, Path], tmp_path: Path) -> None:
+    """Each process has a disk of its own, as if it were the only one of a machine."""
+    os.environ["LOCAL_RANK"] = "0"
+    PartialState(cpu=True)
+    ends, folder = [], tmp_path / str(torch.distributed.get_rank())
+    for name, checkpoint in (("whole", None), ("second", str(folder / "whole/checkpoint-9"))):
+        trainer = rewarding.build_resumable("lora", models["dense"], folder / name, save_on_each_node=True, **RESUMED)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends.append(resumable.of_reward_model(trainer.feature(RewardModel)))
+    assert resumable.differences(*ends) == []
+    assert resumable.differences(*gather_object([ends[0]])) == []
 
 
-def uneven(rank: int, *, model: Path, output: Path) -> None:
-    """Retrain the reward model on 8 answers of which one has no verdict, with a budget of tokens for a pass."""
-    sharded.enable("DDP")
+@processes.on_two
+def test_a_process_with_fewer_examples_measures_in_as_many_passes(models: dict[str, Path], tmp_path: Path) -> None:
+    """A pass exchanges the lengths of its sequences, so that a pass of one process alone would never end.
+
+    The reward model is retrained on 8 answers of which one has no verdict, with a budget of tokens for a pass.
+    """
     PartialState(cpu=True)
     asked, measured = [], []
 
     def label(prompts: list[str], completions: list[str], **columns: Any) -> list[bool | None]:
         asked.append(len(completions))
-        is_unknown = rank == 1 and len(asked) == 1
+        is_unknown = torch.distributed.get_rank() == 1 and len(asked) == 1
         return [None if is_unknown and i == 0 else i % 2 == 0 for i in range(len(completions))]
 
     def noted(scorer: Any, examples: Any) -> dict[str, float]:
@@ -207,20 +187,15 @@ def uneven(rank: int, *, model: Path, output: Path) -> None:
         return measure(scorer, examples)
 
     options = {"per_device_train_batch_size": 1, "num_generations": 2, "steps_per_generation": 2, "max_steps": 5}
-    trainer = rewarding.refreshed("lora", model, output, refresh={"label_fn": label}, token_budget=16, **options)
+    how = {"label_fn": label}
+    trainer = rewarding.refreshed("lora", models["dense"], tmp_path, refresh=how, token_budget=16, **options)
     rewarding.stir(trainer)
     with patched(callback, {"measure": noted}):
         trainer.train()
-    found = {"measured": measured, "reward model": resumable.of_reward_model(trainer.feature(RewardModel))}
-    torch.save(found, _file(output, "uneven", rank))
-
-
-def test_a_process_with_fewer_examples_measures_in_as_many_passes(models: dict[str, Path], tmp_path: Path) -> None:
-    """A pass exchanges the lengths of its sequences, so that a pass of one process alone would never end."""
-    processes.run(functools.partial(uneven, model=models["dense"], output=tmp_path), tmp_path, seconds=120)
-    one, other = (torch.load(_file(tmp_path, "uneven", rank)) for rank in range(2))
+    own = resumable.of_reward_model(trainer.feature(RewardModel))
+    one, other = gather_object([{"measured": measured, "reward model": own}])
     assert resumable.differences(one, other) == []
-    old_and_new = one["measured"]  # sets of fresh, replayed and held-out examples, measured before and after
-    assert len(old_and_new) == 6 and sum(old_and_new) == 2 * 7  # one set is odd, and one process has one more of it
-    ((step, *_, old, new),) = one["reward model"]["refreshes"]
+    # sets of fresh, replayed and held-out examples, measured before and after
+    assert len(measured) == 6 and sum(measured) == 2 * 7  # one set is odd, and one process has one more of it
+    ((step, *_, old, new),) = own["refreshes"]
     assert step == 4 and old is not None and new is not None

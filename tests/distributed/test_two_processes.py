@@ -1,47 +1,20 @@
 """Two processes (gloo, CPU) and one process with the same global batch."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Iterable
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 
-from tests.distributed import train
+from tests.distributed import processes, train
 from tests.distributed.checks import check_close, check_histories, check_references, marked
 from tests.tools import engines, resumable
 from tests.tools.engines import MASKED, TOKENS, Engine, Server
 
 mixture, engine, server = engines.mixture, engines.engine, engines.server
-
-
-def launch(
-    processes: int, models: dict[str, Any], output: Path, runs: Iterable[str]
-) -> dict[str, list[dict[str, Any]]]:
-    """What each process wrote, by run."""
-    root = Path(__file__).parents[2]
-    output.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # without an MPI, `accelerate launch --cpu` starts one process whatever it is told; --multi_gpu is torchrun
-    launcher = ["-m", "accelerate.commands.launch", "--cpu" if processes == 1 else "--multi_gpu"]
-    launcher += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
-    launcher += ["--main_process_port", str(port), "--num_cpu_threads_per_process", "1"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", train.__name__, json.dumps(models, default=str), str(output), *runs],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "ACCELERATE_USE_CPU": "true"},
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {run: [torch.load(output / run / f"rank_{i}.pt") for i in range(processes)] for run in runs}
 
 
 @pytest.mark.supports("gspo", "gspo_token", "gmpo", "KL corrections", "masks", "step rewards", on="DDP")
@@ -56,10 +29,10 @@ def test_two_processes_train_as_one_does(
 ) -> None:
     assert marked(request) == train.features(train.FIXED.values())
     folders = {**models, "wide": wide}
-    alone = launch(1, folders, tmp_path / "one", train.FIXED)
-    together = launch(2, folders, tmp_path / "two", train.FIXED)
+    alone = train.alone(train.FIXED, folders, tmp_path / "one")
+    together = train.together(train.FIXED, folders, tmp_path / "two")
     for run in train.FIXED:
-        (one,), two = alone[run], together[run]
+        one, two = alone[run], together[run]
         assert [(process["processes"], process["backend"]) for process in (one, *two)] == [
             (1, None),
             *2 * [(2, "gloo")],
@@ -70,56 +43,58 @@ def test_two_processes_train_as_one_does(
             check_histories(one["history"], two[0]["history"])
         assert [process["base"] for process in (one, *two)] == [[], [], []]
     for run in ("gspo", "gspo_token"):
-        assert any(row.get("ratio/sequence_max", 1) > 1.001 for row in alone[run][0]["history"])
-    for one, two in zip(*(each["tokens, prompts"][0]["history"][:-1] for each in (alone, together)), strict=True):
+        assert any(row.get("ratio/sequence_max", 1) > 1.001 for row in alone[run]["history"])
+    of_tokens = alone["tokens, prompts"], together["tokens, prompts"][0]
+    for one, two in zip(*(each["history"][:-1] for each in of_tokens), strict=True):
         for name in ("ratio/sequence_min", "ratio/sequence_mean", "ratio/sequence_max"):
             assert two[name] == pytest.approx(one[name], rel=1e-4), name
-    assert all(0 < row["sampling_mask/kept_mass"] < 1 for row in alone["kept"][0]["history"][:-1])
-    (engine,) = alone["engine"]
+    assert all(0 < row["sampling_mask/kept_mass"] < 1 for row in alone["kept"]["history"][:-1])
+    engine = alone["engine"]
     for mask in ("off_policy", "geometric", "veto"):
         assert any(0 < row[f"dropped/{mask}"] < 1 for row in engine["history"][:-1]), mask
     for run, of_two in (("weights", 0.0), ("weights, tokens", 0.5)):
         # in the first, one process has all that has no gradient, and computes as many sequences as the other
-        shares = [{row["skipped/sequences"] for row in each[run][0]["history"][:-1]} for each in (alone, together)]
+        each = alone[run], together[run][0]
+        shares = [{row["skipped/sequences"] for row in process["history"][:-1]} for process in each]
         assert shares == [{0.5}, {of_two}]
-    (steps,), halves = alone["steps"], together["steps"]
+    steps, halves = alone["steps"], together["steps"]
     assert [len(process["step advantages"]) for process in (steps, *halves)] == [8, 4, 4]
     both = [completion for process in halves for completion in process["step advantages"]]
     for one, two in zip(steps["step advantages"], both, strict=True):
         assert [value for _, value in two] == pytest.approx([value for _, value in one], rel=1e-4, abs=1e-6)
     assert any(len({value for _, value in completion}) > 1 for completion in both)
     moving = [run for run, options in train.FIXED.items() if options.get("sync_ref_model")]
-    moves = {run: [(step, rule) for step, _, rule in alone[run][0]["refreshes"]] for run in moving}
+    moves = {run: [(step, rule) for step, _, rule in alone[run]["refreshes"]] for run in moving}
     assert moves["full"] == moves["lora"] == moves["nf4"] == [(3, "steps"), (6, "steps"), (9, "steps")]
-    assert [process["cleared"] for process in (*alone["lora"], *together["lora"])] == [[0, 3, 6, 9]] * 3
+    assert [process["cleared"] for process in (alone["lora"], *together["lora"])] == [[0, 3, 6, 9]] * 3
     assert {rule for _, rule in moves["kl"]} == {"steps", "kl"}
     for run in moves:
-        check_references(run, alone[run][0], together[run])
+        check_references(run, alone[run], together[run])
 
     (page,) = (tmp_path / "two").rglob("report.html")  # of the main process
     assert "Time of a step" in page.read_text()
-    assert [process["rows"] for process in (*alone["gspo"], *together["gspo"])] == [{1}] * 3  # laid end to end
+    assert [process["rows"] for process in (alone["gspo"], *together["gspo"])] == [{1}] * 3  # laid end to end
 
 
 def test_two_processes_pass_the_rows_of_the_conformance_suite(models: dict[str, Path], tmp_path: Path) -> None:
-    alone = launch(1, models, tmp_path / "one", train.CONFORMANCE)
-    together = launch(2, models, tmp_path / "two", train.CONFORMANCE)
+    alone = train.alone(train.CONFORMANCE, models, tmp_path / "one")
+    together = train.together(train.CONFORMANCE, models, tmp_path / "two")
     for run in train.CONFORMANCE:
-        check_close(run, alone[run][0]["parameters"], together[run][0]["parameters"])
+        check_close(run, alone[run]["parameters"], together[run][0]["parameters"])
 
 
 @pytest.mark.supports("RLOO", on="DDP")
 def test_two_processes_train_rloo_as_one_does(models: dict[str, Path], tmp_path: Path) -> None:
-    alone = launch(1, models, tmp_path / "one", train.RLOO)
-    together = launch(2, models, tmp_path / "two", train.RLOO)
+    alone = train.alone(train.RLOO, models, tmp_path / "one")
+    together = train.together(train.RLOO, models, tmp_path / "two")
     for run in train.RLOO:
-        (one,), two = alone[run], together[run]
+        one, two = alone[run], together[run]
         assert [process["processes"] for process in (one, *two)] == [1, 2, 2]
         check_close(run, one["parameters"], two[0]["parameters"])
         if run != "rloo tokens":  # whose metrics are means over the micro-batches of each process
             check_histories(one["history"], two[0]["history"])
-    assert [step for step, _, _ in alone["rloo"][0]["refreshes"]] == [3, 6, 9]
-    check_references("rloo", alone["rloo"][0], together["rloo"])
+    assert [step for step, _, _ in alone["rloo"]["refreshes"]] == [3, 6, 9]
+    check_references("rloo", alone["rloo"], together["rloo"])
 
 
 @pytest.mark.supports("router_replay R2", "router_replay R3", on="DDP")
@@ -127,13 +102,13 @@ def test_two_processes_replay_routes_as_one_does(
     models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     assert marked(request) == train.features(train.ROUTED.values())
-    alone = launch(1, models, tmp_path / "one", train.ROUTED)
-    together = launch(2, models, tmp_path / "two", train.ROUTED)
+    alone = train.alone(train.ROUTED, models, tmp_path / "one")
+    together = train.together(train.ROUTED, models, tmp_path / "two")
     for run in train.ROUTED:
-        check_close(run, alone[run][0]["parameters"], together[run][0]["parameters"])
-    (one,), two = alone["R2"], together["R2"]
+        check_close(run, alone[run]["parameters"], together[run][0]["parameters"])
+    one, two = alone["R2"], together["R2"]
     check_histories(one["history"], two[0]["history"])
-    check_histories(alone["R3"][0]["history"], together["R3"][0]["history"])
+    check_histories(alone["R3"]["history"], together["R3"][0]["history"])
     ends = {run: together[run][0]["parameters"] for run in ("R2", "R3")}
     assert any(not torch.allclose(ends["R3"][name], value, rtol=0.01) for name, value in ends["R2"].items())
     rollouts = 0
@@ -152,19 +127,16 @@ def test_two_processes_train_on_what_one_server_says_as_one_does(
     mixture: Path, server: Server, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """It is asked by the first process alone, which hands on to each what is said of its sequences."""
-    assert marked(request) == train.features(train.SERVED.values())
+    assert marked(request, "vLLM server") == train.features(train.SERVED.values())
     server.config["model_config"][MASKED] = True
-    ends, asked = [], []
-    for processes in (1, 2):
+    models, ends, asked = {"mixture": mixture, "url": server.url}, [], []
+    for trained in (train.alone, train.together):
         server.engine = Engine()
-        ends.append(
-            launch(processes, {"mixture": mixture, "url": server.url}, tmp_path / str(processes), train.SERVED)
-        )
+        ends.append(trained(train.SERVED, models, tmp_path / trained.__name__)["served routes"])
         asked.append({path: len(bodies) for path, bodies in server.requests.items()})
         server.requests.clear()
-    alone, together = ends
     assert asked[0] == asked[1] and asked[0].keys() == {TOKENS}
-    (one,), two = alone["served routes"], together["served routes"]
+    one, two = ends
     check_close("served routes", one["parameters"], two[0]["parameters"])
     check_histories(one["history"], two[0]["history"])
     of_routes = one["history"][:-1]
@@ -177,7 +149,8 @@ def test_two_processes_need_no_pass_of_the_old_policy(mixture: Path, server: Ser
     ends = []
     for run in train.OLD_PASS:
         server.engine = Engine()  # which answers as before
-        ends.append(launch(2, {"mixture": mixture, "url": server.url}, tmp_path / run, [run])[run][0])
+        models = {"mixture": mixture, "url": server.url}
+        ends.append(train.together([run], models, tmp_path / run)[run][0])
     skipped, scored = ends
     check_close("skipped", scored["parameters"], skipped["parameters"])
     check_histories(scored["history"], skipped["history"])
@@ -187,23 +160,37 @@ def test_two_processes_need_no_pass_of_the_old_policy(mixture: Path, server: Ser
         assert {metric: without[metric] for metric in of_engine} == pytest.approx(of_engine, rel=1e-4)
 
 
+def build_sampled(kind: str, model: Path, output: Path) -> Any:
+    """A window is 4 steps, the reference moves after 4 and 8, and what it was goes into what it becomes."""
+    options = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 3, "max_steps": 10, "save_steps": 7}
+    return resumable.build(kind, model, output, **options, build=None)
+
+
+def resume(rank: int, kind: str, model: Path, output: Path) -> None:
+    PartialState(cpu=True)
+    checkpoint, ends = output / "whole/checkpoint-7", {}
+    for name in ("whole", "resumed"):
+        torch.manual_seed(rank)  # a new adapter differs between processes until DDP evens it
+        trainer = build_sampled(kind, model, output / name)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if name == "resumed" else None)
+        ends[name] = resumable.state(trainer)
+    assert [step for step, _, _ in ends["whole"]["refreshes"]] == [4, 8]
+    assert resumable.differences(ends["whole"], ends["resumed"]) == []
+    one, two = gather_object([{key: ends["whole"][key] for key in ("policy", "reference", "refreshes")}])
+    assert resumable.differences(one, two) == []
+    rollouts = [torch.load(checkpoint / f"rollouts_{i}.pt")["rollouts"] for i in range(2)]
+    assert resumable.differences(*rollouts) != []
+
+
 @pytest.mark.supports("exact resume", on="DDP")
 @pytest.mark.refuses("exact resume", on="DDP", where="on another number of processes")
+@pytest.mark.parametrize("kind", resumable.KINDS)
 def test_two_processes_resume_inside_a_window_and_one_process_refuses_to(
-    models: dict[str, Path], wide: Path, tmp_path: Path
+    models: dict[str, Path], wide: Path, tmp_path: Path, kind: str
 ) -> None:
     """Each process has rollouts of its own, and there is no resuming without them."""
-    folders = {**models, "wide": wide}
-    written = launch(2, folders, tmp_path / "two", train.SAMPLED)
-    for run, processes in written.items():
-        for process in processes:
-            assert [step for step, _, _ in process["whole"]["refreshes"]] == [4, 8]
-            assert resumable.differences(process["whole"], process["resumed"]) == [], run
-        for state in ("policy", "reference", "refreshes"):
-            assert resumable.differences(processes[0]["whole"][state], processes[1]["whole"][state]) == [], run
-        checkpoint = tmp_path / "two" / run / "whole" / train.INSIDE
-        rollouts = [torch.load(checkpoint / f"rollouts_{i}.pt")["rollouts"] for i in range(2)]
-        assert resumable.differences(*rollouts) != []
-        one = train.build_sampled(run, folders, tmp_path / run)
-        with pytest.raises(ValueError, match=r"window that began with\s+processes=2; this run has processes=1\s"):
-            one.train(resume_from_checkpoint=str(checkpoint))
+    model = wide if kind == "nf4" else models["dense"]
+    processes.run(functools.partial(resume, kind=kind, model=model, output=tmp_path), tmp_path)
+    one = build_sampled(kind, model, tmp_path / "one")
+    with pytest.raises(ValueError, match=r"window that began with\s+processes=2; this run has processes=1\s"):
+        one.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-7"))

@@ -1,14 +1,9 @@
-"""Train tiny models on however many processes the launcher started; each process writes what came out.
-
-Usage: train.py MODELS OUTPUT RUN [RUN ...]; MODELS is JSON: the folder of each model, and the url of a vLLM server.
-"""
+"""Train tiny models on one process or on two. `models` has the folder of each model, and the url of a vLLM server."""
 
 import contextlib
-import json
+import functools
 import math
-import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,16 +16,15 @@ from transformers import LogitsProcessor
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
+from tests.distributed import processes
 from tests.distributed.runs import (
     CONFORMANCE,
     FIXED,
     GLOBAL_BATCH,
-    INSIDE,
     OLD_PASS,
     PPO,
     RLOO,
     ROUTED,
-    SAMPLED,
     SERVED,
 )
 from tests.tools import resumable, tiny, wide
@@ -141,7 +135,7 @@ def stand_ins(options: dict[str, Any], url: str) -> Iterator[None]:
         yield
 
 
-def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
+def fixed(run: str, models: dict[str, Any], output: Path) -> dict[str, Any]:
     """Groups of the whole global batch, so that with two processes each group lies on both."""
     state = PartialState()
     options: dict[str, Any] = {
@@ -161,7 +155,7 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         options["build"] = {"rollout_func": rollout, **options.get("build", {})}
     del options["shows"]
     base, momentum = options.pop("base", None), options.pop("momentum", None)
-    opposite = options.pop("opposite", False)
+    then = options.pop("then", None)
     torch.manual_seed(0)  # the adapter of one process and of two
     model: Any = Path(models[options.pop("model", "dense")])
     if options.pop("value_head", False):
@@ -172,9 +166,8 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
     descent = patch.object(learner, "AdamW", lambda groups, **_: torch.optim.SGD(groups))
     with stand_ins(options, models.get("url", "")), descent:
         trainer: Any = tiny.trainer(model, output, **options)
-        if opposite:  # as a subclass may do
-            rewards = trainer._calculate_rewards
-            trainer._calculate_rewards = lambda *columns: -rewards(*columns)
+        if then:
+            then(trainer)
         rollouts = recorded(trainer)
         if momentum:
             trained = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
@@ -231,40 +224,24 @@ def frozen(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: p for name, p in tiny.parameters(trainer).items() if not p.dtype.is_floating_point}
 
 
-def sampled(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
-    """The end of a run, and of one that resumes it."""
-    ends = {}
-    for name, checkpoint in (("whole", None), ("resumed", str(output / "whole" / INSIDE))):
-        torch.manual_seed(PartialState().process_index)  # a new adapter differs between processes until DDP evens it
-        trainer = build_sampled(run, models, output / name)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        ends[name] = resumable.state(trainer)
-    return ends
+def alone(runs: Iterable[str], models: dict[str, Any], output: Path) -> dict[str, dict[str, Any]]:
+    """Return what each run leaves on this process alone."""
+    return {run: fixed(run, models, output / run) for run in runs}
 
 
-def build_sampled(run: str, models: Mapping[str, str | Path], output: Path) -> Any:
-    """A window is 4 steps, the reference moves after 4 and 8, and what it was goes into what it becomes."""
-    kind = SAMPLED[run]
-    options = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 3}
-    options |= {"max_steps": 10, "save_steps": 7, "build": None}
-    return resumable.build(kind, Path(models["wide" if kind == "nf4" else "dense"]), output, **options)
+def together(runs: Iterable[str], models: dict[str, Any], output: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return what each run leaves on each of two processes."""
+    output.mkdir()
+    processes.run(functools.partial(_work, runs=list(runs), models=models, output=output), output, seconds=600)
+    return {run: [torch.load(output / run / f"rank_{rank}.pt") for rank in range(processes.WORLD)] for run in runs}
+
+
+def _work(rank: int, runs: list[str], models: dict[str, Any], output: Path) -> None:
+    PartialState(cpu=True)
+    for run in runs:
+        torch.save(fixed(run, models, output / run), output / run / f"rank_{rank}.pt")
 
 
 def features(runs: Iterable[dict[str, Any]]) -> set[str]:
+    """Return the features that these runs show."""
     return {feature for run in runs for feature in run["shows"]}
-
-
-def main(models: dict[str, str], output: Path, runs: list[str]) -> None:
-    torch.set_num_threads(1)
-    state = PartialState(cpu=True)
-    for run in runs:
-        written = (sampled if run in SAMPLED else fixed)(run, models, output / run)
-        torch.save(written, output / run / f"rank_{state.process_index}.pt")
-    state.wait_for_everyone()
-    # gloo's threads now and then abort or hang in the interpreter's exit, after all that is tested here
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
