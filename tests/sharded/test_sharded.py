@@ -5,7 +5,6 @@ pair of processes does all runs of an engine, one after another, because startin
 """
 
 import functools
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from tests.distributed import processes
+from tests.distributed import processes, sharded
 from tests.distributed.checks import marked
 from tests.sharded import runs, work
 from tests.sharded.runs import RUNS
@@ -24,7 +23,11 @@ from tests.tools import wide as wide_model
 
 Result = dict[str, Any]
 
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+PAIRS = [
+    pytest.param(engine, name, marks=[sharded.needs_deepspeed] if engine != "FSDP2" else [])
+    for engine in ("FSDP2", "ZeRO-2", "ZeRO-3")
+    for name in runs.runs_of(engine)
+]
 KIND = {"DDP": "MULTI_CPU", "FSDP2": "FSDP", "ZeRO-2": "DEEPSPEED", "ZeRO-3": "DEEPSPEED"}
 
 # Both run the same kernels, but take sums over processes and tensors in another order. This changes the last digits of
@@ -75,81 +78,89 @@ def engines(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPa
     return Engines({**models, "wide": wide, "agent": caller}, folder)
 
 
-def check(engines: Engines, engine: str, name: str) -> None:
-    """A run trains as under DDP, each process ends a resumed run as the uninterrupted one, and the model is saved."""
-    expected, found = engines.of("DDP", name), engines.of(engine, name)
-    assert [result["distributed"] for result in (*expected, *found)] == [*2 * [KIND["DDP"]], *2 * [KIND[engine]]]
-    check_shards(engine, found)
+@pytest.mark.supports(
+    "gspo", "gspo_token", "gmpo", "KL corrections", "masks", on=("FSDP2", "ZeRO-2", "ZeRO-3"), only="CPU"
+)
+@pytest.mark.supports("step rewards", "RLOO", "moving reference, full", on=("FSDP2", "ZeRO-2", "ZeRO-3"), only="CPU")
+@pytest.mark.supports(
+    "moving reference, LoRA", "moving reference, quantised base", on=("FSDP2", "ZeRO-2", "ZeRO-3"), only="CPU"
+)
+@pytest.mark.supports(
+    "ref_model_sync_kl", "quantised base", "router_replay R2", on=("FSDP2", "ZeRO-2", "ZeRO-3"), only="CPU"
+)
+@pytest.mark.supports(
+    "router_replay R3", "keep_sampling_mask", "trim_padding", on=("FSDP2", "ZeRO-2", "ZeRO-3"), only="CPU"
+)
+@pytest.mark.supports(
+    "share_prompts", "skip_zero_weight", "exact resume", on=("FSDP2", "ZeRO-2", "ZeRO-3"), only="CPU"
+)
+@pytest.mark.supports("ref_model_sync_reset_optimizer", "token_budget", on="FSDP2", only="CPU")
+@pytest.mark.supports("adapter_dtype", "PPO, LoRA", "PPO, quantised base", on=("FSDP2", "ZeRO-2"), only="CPU")
+@pytest.mark.supports("ptx_coef", on=("FSDP2", "ZeRO-2"), only="CPU")
+@pytest.mark.supports("PPO, full", on="ZeRO-2", only="CPU")
+@pytest.mark.parametrize(("engine", "name"), PAIRS)
+def test_an_engine_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, engine: str, name: str) -> None:
+    """The model is saved, and each process ends a resumed run as the uninterrupted one."""
+    assert marked(request, engine) == runs.features(runs.runs_of(engine))
+    run, (expected, _), found = RUNS[name], engines.of("DDP", name), engines.of(engine, name)
+    assert [result["distributed"] for result in (expected, *found)] == [KIND["DDP"], KIND[engine], KIND[engine]]
+    is_bf16 = torch.bfloat16 in {tensor.dtype for tensor in found[0]["trained"].values()}
     for result in found:
         assert result["differences of the resumed run"] == []
-        assert [(step, rule) for step, _, rule in result["refreshes"]] == [
-            (step, rule) for step, _, rule in expected[0]["refreshes"]
-        ]
-        assert result["base"].keys() == expected[0]["base"].keys()
-        assert all(torch.equal(result["base"][key], value) for key, value in expected[0]["base"].items())
+        moves = [[(step, rule) for step, _, rule in each["refreshes"]] for each in (result, expected)]
+        assert moves[0] == moves[1]
+        assert result["base"].keys() == expected["base"].keys()
+        assert all(torch.equal(result["base"][key], value) for key, value in expected["base"].items())
         for kind in ("trained", "reference", "critic"):
-            check_tensors(expected[0][kind], result[kind])
-    is_bf16 = torch.bfloat16 in {tensor.dtype for tensor in found[0]["trained"].values()}
-    check_histories(expected[0]["history"], found[0]["history"], is_bf16=is_bf16)
-    check_saved(engines, engine, name, found[0]["trained"])
-    check_saved_critic(engines, engine, name, found[0]["critic"])
+            assert expected[kind].keys() == result[kind].keys()
+            for key, value in expected[kind].items():
+                close = TENSORS_BF16 if value.dtype == torch.bfloat16 else TENSORS
+                torch.testing.assert_close(
+                    result[kind][key], value, **close, msg=lambda text, key=key: f"{key}: {text}"
+                )
 
-
-def check_shards(engine: str, found: list[Result]) -> None:
-    whole = sum(tensor.numel() for tensor in found[0]["trained"].values())
-    if engine == "ZeRO-2":
-        assert [result["here"] for result in found] == [whole, whole]
-    else:
-        assert all(result["here"] < 0.6 * whole for result in found) and sum(r["here"] for r in found) >= whole
-    critic = sum(tensor.numel() for tensor in found[0]["critic"].values())
-    if engine == "ZeRO-2":  # its learner is not DeepSpeed's
-        assert [result["here of critic"] for result in found] == [critic, critic]
-        return
-    # the first process has the whole head, which is one row
-    assert all(result["here of critic"] <= 0.6 * critic + 64 for result in found)
-    assert sum(result["here of critic"] for result in found) == critic
-
-
-def check_tensors(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        close = TENSORS_BF16 if value.dtype == torch.bfloat16 else TENSORS
-        torch.testing.assert_close(found[name], value, **close, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def check_histories(expected: list[dict[str, float]], found: list[dict[str, float]], *, is_bf16: bool = False) -> None:
-    assert len(expected) == len(found) == runs.STEPS
-    for row, own in zip(expected, found, strict=True):
+    assert len(expected["history"]) == len(found[0]["history"]) == runs.STEPS
+    for row, own in zip(expected["history"], found[0]["history"], strict=True):
         assert row.keys() == own.keys()
         for metric, value in row.items():
             close = QUANTILES if metric.startswith(("off_policy", "mismatch")) else METRICS
             assert own[metric] == pytest.approx(value, **(METRICS_BF16 if is_bf16 else close)), metric
 
+    # what each process has: a critic's learner is not DeepSpeed's, and the first process has the whole head of one row
+    whole, critic = (sum(tensor.numel() for tensor in found[0][kind].values()) for kind in ("trained", "critic"))
+    parts, of_critic = ([result[kind] for result in found] for kind in ("here", "here of critic"))
+    if engine == "ZeRO-2":
+        assert parts == [whole, whole] and of_critic == [critic, critic]
+    else:
+        assert max(parts) < 0.6 * whole and sum(parts) >= whole
+        assert max(of_critic) <= 0.6 * critic + 64 and sum(of_critic) == critic
 
-def check_saved(engines: Engines, engine: str, name: str, trained: dict[str, torch.Tensor]) -> None:
-    run, saved = RUNS[name], engines.folder / engine / name / "saved"
+    folder, saved = engines.models[run.get("model", "dense")], engines.folder / engine / name / "saved"
+    check_saved_critic(run, folder, saved / "value", found[0]["critic"])
     if engine == "FSDP2" and run.get("saves_shards"):
         assert not list(saved.glob("*.safetensors"))  # transformers saves models under FULL_STATE_DICT only
         return
-    folder = engines.models[run.get("model", "dense")]
     if run.get("lora"):
         base = wide_model.load(folder, "nf4") if "base" in run else load(folder)
         model = peft.PeftModel.from_pretrained(base, saved)
         loaded = {key: tensor for key, tensor in model.named_parameters() if "lora_" in key}
     else:
         loaded = dict(load(saved).named_parameters())
-    assert loaded.keys() == trained.keys()
-    for key, tensor in trained.items():
+    assert loaded.keys() == found[0]["trained"].keys()
+    for key, tensor in found[0]["trained"].items():
         assert torch.equal(loaded[key].to(tensor.dtype), tensor), key
 
 
-def check_saved_critic(engines: Engines, engine: str, name: str, critic: dict[str, torch.Tensor]) -> None:
+def load(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def check_saved_critic(run: runs.Run, folder: Path, value: Path, critic: dict[str, torch.Tensor]) -> None:
     """transformers and PEFT load it from the folder `value`."""
-    run, value = RUNS[name], engines.folder / engine / name / "saved/value"
     assert value.exists() == bool(critic and not run.get("saves_shards"))
     if not value.exists():
         return
-    folder, options = engines.models[run.get("model", "dense")], {}
+    options = {}
     if "base" in run:
         options = {"quantization_config": transformers.BitsAndBytesConfig(**wide_model.NF4), "device_map": "cpu"}
     of_classes = transformers.AutoModelForSequenceClassification
@@ -163,92 +174,25 @@ def check_saved_critic(engines: Engines, engine: str, name: str, critic: dict[st
     loaded = {key: tensor for key, tensor in model.items() if "default" in key.split(".")}
     assert len(loaded) == len(critic) and max(tensor.abs().max() for tensor in critic.values()) > 0.1
     for key, tensor in critic.items():
-        place = f"model.{key.replace('.value.', '.default.')}" if key != "score.weight" else HEAD
+        head = "score.modules_to_save.default.weight"
+        place = f"model.{key.replace('.value.', '.default.')}" if key != "score.weight" else head
         assert torch.equal(loaded[f"base_model.model.{place}"], tensor), key
 
 
-HEAD = "score.modules_to_save.default.weight"
-
-
-def load(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-@pytest.mark.supports(
-    "gspo", "gspo_token", "gmpo", "KL corrections", "masks", "step rewards", "RLOO", on="FSDP2", only="CPU"
-)
-@pytest.mark.supports(
-    "moving reference, full", "moving reference, LoRA", "moving reference, quantised base", on="FSDP2", only="CPU"
-)
-@pytest.mark.supports(
-    "quantised base", "router_replay R2", "router_replay R3", "keep_sampling_mask", on="FSDP2", only="CPU"
-)
-@pytest.mark.supports("trim_padding", "share_prompts", "skip_zero_weight", "exact resume", on="FSDP2", only="CPU")
-@pytest.mark.supports("ref_model_sync_kl", "ref_model_sync_reset_optimizer", "adapter_dtype", on="FSDP2", only="CPU")
-@pytest.mark.supports("token_budget", "PPO, LoRA", "PPO, quantised base", "ptx_coef", on="FSDP2", only="CPU")
-@pytest.mark.parametrize("name", runs.runs_of("FSDP2"))
-def test_fsdp2_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, name: str) -> None:
-    assert marked(request) == runs.features(runs.runs_of("FSDP2"))
-    check(engines, "FSDP2", name)
-
-
-@needs_deepspeed
-@pytest.mark.supports(
-    "gspo", "gspo_token", "gmpo", "KL corrections", "masks", "step rewards", "RLOO", on="ZeRO-2", only="CPU"
-)
-@pytest.mark.supports(
-    "moving reference, full", "moving reference, LoRA", "moving reference, quantised base", on="ZeRO-2", only="CPU"
-)
-@pytest.mark.supports(
-    "quantised base", "router_replay R2", "router_replay R3", "keep_sampling_mask", on="ZeRO-2", only="CPU"
-)
-@pytest.mark.supports("trim_padding", "share_prompts", "skip_zero_weight", "exact resume", on="ZeRO-2", only="CPU")
-@pytest.mark.supports("ref_model_sync_kl", "adapter_dtype", on="ZeRO-2", only="CPU")
-@pytest.mark.supports("PPO, LoRA", "PPO, full", "PPO, quantised base", "ptx_coef", on="ZeRO-2", only="CPU")
-@pytest.mark.parametrize("name", runs.runs_of("ZeRO-2"))
-def test_zero2_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, name: str) -> None:
-    assert marked(request) == runs.features(runs.runs_of("ZeRO-2"))
-    check(engines, "ZeRO-2", name)
-
-
-@needs_deepspeed
-@pytest.mark.supports(
-    "gspo", "gspo_token", "gmpo", "KL corrections", "masks", "step rewards", "RLOO", on="ZeRO-3", only="CPU"
-)
-@pytest.mark.supports(
-    "moving reference, full", "moving reference, LoRA", "moving reference, quantised base", on="ZeRO-3", only="CPU"
-)
-@pytest.mark.supports(
-    "quantised base", "router_replay R2", "router_replay R3", "keep_sampling_mask", on="ZeRO-3", only="CPU"
-)
-@pytest.mark.supports("trim_padding", "share_prompts", "skip_zero_weight", "exact resume", on="ZeRO-3", only="CPU")
-@pytest.mark.supports("ref_model_sync_kl", on="ZeRO-3", only="CPU")
-@pytest.mark.parametrize("name", runs.runs_of("ZeRO-3"))
-def test_zero3_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, name: str) -> None:
-    assert marked(request) == runs.features(runs.runs_of("ZeRO-3"))
-    check(engines, "ZeRO-3", name)
-
-
-REFUSED = {
-    "reset": "ref_model_sync_reset_optimizer=True .*DeepSpeed.*Set it to False",
-    "nf4 float32": "adapter_dtype='float32'.*ZeRO-3.*ZeRO-2 or FSDP2",
-    "budget": "token_budget=24 .*DeepSpeed, ",
-    **{
-        name: "PPOTrainer .*FSDP2 with adapters .*or ZeRO-2"
-        for name, run in RUNS.items()
-        if run.get("method") == "PPO"
-    },
-    "ppo warm-up": "token_budget=24 .*DeepSpeed, ",  # before its warm-up, which tests/distributed/test_refused.py has
-}
-
-
-@needs_deepspeed
+@sharded.needs_deepspeed
 @pytest.mark.parametrize(
     ("engine", "name"), [(engine, name) for name, run in RUNS.items() for engine in sorted(runs.refusing(run))]
 )
 def test_engines_refuse_the_others_before_training(engines: Engines, engine: str, name: str) -> None:
+    message = {
+        "reset": "ref_model_sync_reset_optimizer=True .*DeepSpeed.*Set it to False",
+        "nf4 float32": "adapter_dtype='float32'.*ZeRO-3.*ZeRO-2 or FSDP2",
+        "budget": "token_budget=24 .*DeepSpeed, ",
+        # before its warm-up, which tests/distributed/test_refused.py has
+        "ppo warm-up": "token_budget=24 .*DeepSpeed, ",
+    }.get(name, "PPOTrainer .*FSDP2 with adapters .*or ZeRO-2")
     for result in engines.of(engine, name):
-        assert re.search(REFUSED[name], result["refused"])
+        assert re.search(message, result["refused"])
     assert not list((engines.folder / engine / name).glob("checkpoint-*"))
 
 
