@@ -1,10 +1,10 @@
 """The command line: TRL's own script and command with our fields, launched as accelerate launches, and its tables."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,45 +43,51 @@ def config(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return path
 
 
-OURS = ("--loss_type", "gspo_token", "--num_iterations", "2")
-
-
-def check_ran_with_our_loss(printed: str) -> None:
-    banner = "trl_steady.trainers.grpo.GRPOTrainer, loss_type='gspo_token'\n  on: GSPO-token: "
-    assert printed.count(banner) == 1
-    logged = [line for line in printed.splitlines() if "'grad_norm'" in line]
-    assert len(logged) == 4 and sum("'ratio/sequence_mean'" in line for line in logged) == 4
-    assert "Training completed" in printed
-
-
-# command -> options in the YAML file and on the command line, arguments of `run`, and what the run prints
-COMMANDS: dict[str, tuple[dict[str, Any], list[str], list[str], list[str]]] = {
-    "grpo": (
-        {"loss_type": "gspo_token"},
-        ["--num_iterations", "2"],
-        [str(SCRIPT)],
-        ["trl_steady.trainers.grpo.GRPOTrainer, loss_type='gspo_token'\n  on: GSPO-token: ", "'ratio/sequence_mean'"],
-    ),
-    "rloo": (
-        {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 2},
-        ["--share_prompts", "true"],
-        [str(SCRIPT.with_name("rloo.py"))],
-        ["trl_steady.trainers.rloo.RLOOTrainer\n  on: iterative GRPO: ", "share_prompts=True", "'ref/refreshes'"],
-    ),
-    "ppo": (
-        {"num_generations": 1, "value_warmup_steps": 1},
-        ["--kl_coef", "0.1"],
-        ["--ppo", str(SCRIPT)],
-        ["trl_steady.trainers.ppo.PPOTrainer", "in the reward: kl_coef=0.1", "value_warmup_steps=1", "'value/loss'"],
-    ),
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "in_file", "given", "script", "said"),
+    [
+        (
+            "grpo",
+            {"loss_type": "gspo_token"},
+            ["--num_iterations", "2"],
+            [str(SCRIPT)],
+            [
+                "trl_steady.trainers.grpo.GRPOTrainer, loss_type='gspo_token'\n  on: GSPO-token: ",
+                "'ratio/sequence_mean'",
+            ],
+        ),
+        (
+            "rloo",
+            {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 2},
+            ["--share_prompts", "true"],
+            [str(SCRIPT.with_name("rloo.py"))],
+            ["trl_steady.trainers.rloo.RLOOTrainer\n  on: iterative GRPO: ", "share_prompts=True", "'ref/refreshes'"],
+        ),
+        (
+            "ppo",
+            {"num_generations": 1, "value_warmup_steps": 1},
+            ["--kl_coef", "0.1"],
+            ["--ppo", str(SCRIPT)],
+            [
+                "trl_steady.trainers.ppo.PPOTrainer",
+                "in the reward: kl_coef=0.1",
+                "value_warmup_steps=1",
+                "'value/loss'",
+            ],
+        ),
+    ],
+    ids=["grpo", "rloo", "ppo"],
+)
 def test_a_command_launches_trls_script_with_our_trainer_and_options(
-    command: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    in_file: dict[str, Any],
+    given: list[str],
+    script: list[str],
+    said: list[str],
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    in_file, given, script, said = COMMANDS[command]
     config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), **in_file, "num_machines": 1}))
     launched = Launched(monkeypatch)
     arguments = ["--config", str(config), *given]
@@ -97,35 +103,30 @@ def test_a_command_launches_trls_script_with_our_trainer_and_options(
 
 @pytest.mark.slow
 def test_two_processes_run_trls_command_with_our_fields(config: Path) -> None:
-    options = ["--accelerate_config", str(ROOT / "recipes/accelerate/ddp_cpu.yaml")]
-    command = [sys.executable, "-m", "trl_steady", "grpo", "--config", str(config), *OURS, *options]
+    command = [sys.executable, "-m", "trl_steady", "grpo", "--config", str(config), "--loss_type", "gspo_token"]
+    command += ["--num_iterations", "2", "--accelerate_config", str(ROOT / "recipes/accelerate/ddp_cpu.yaml")]
     env = {**os.environ, "HF_DATASETS_CACHE": str(config.parent / "cache")}
-    with (config.parent / "printed").open("w+") as printed:
-        process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, env=env)
-        status, said = wait(process, Path(printed.name), last="Model saved", seconds=300)
-    assert status == 0, said[-3000:]
-    check_ran_with_our_loss(said)  # once, by one of two that train together
-    assert said.count("Model saved") == 1
-
-
-def wait(process: subprocess.Popen[bytes], printed: Path, last: str, seconds: float) -> tuple[int, str]:
-    """The status, and what was printed; a process that has said its last and does not end is ended.
-
-    TRL's script lets go of its process group with the GIL held, and torch's destructor of a gloo group may then
-    wait for a thread that waits for the GIL.
-    """
-    for _ in range(int(seconds)):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=1), printed.read_text()
-        if last in printed.read_text():
-            break
-    try:
-        return process.wait(timeout=10), printed.read_text()
-    except subprocess.TimeoutExpired:
-        process.terminate()  # which ends its workers
-        process.wait(timeout=60)
-        said = printed.read_text()
-        return 0 if last in said else 1, said
+    printed = config.parent / "printed"
+    with printed.open("w+") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+        # TRL's script lets go of its process group with the GIL held, and torch's destructor of a gloo group may then
+        # wait for a thread that waits for the GIL: a process that has said its last and does not end is ended
+        end = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < end and "Model saved" not in printed.read_text():
+            time.sleep(1)
+        try:
+            status = process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # which ends its workers
+            process.wait(timeout=60)
+            status = 0
+    said = printed.read_text()
+    assert status == 0 and said.count("Model saved") == 1, said[-3000:]
+    # by one of two that train together
+    assert said.count("trl_steady.trainers.grpo.GRPOTrainer, loss_type='gspo_token'\n  on: GSPO-token: ") == 1
+    logged = [line for line in said.splitlines() if "'grad_norm'" in line]
+    assert len(logged) == 4 and sum("'ratio/sequence_mean'" in line for line in logged) == 4
+    assert "Training completed" in said
 
 
 def test_a_script_is_launched_with_accelerates_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -144,22 +145,22 @@ def test_a_script_is_launched_with_accelerates_options(monkeypatch: pytest.Monke
     assert args.training_script_args == ["run", "--set=top_k=5", "--set=loss_type=gspo", *target]
 
 
-class Failed:
-    """A process that has printed its error and ended."""
-
-    returncode = 3
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        sys.stderr.write("ValueError: the script's\n")
-
-    def wait(self) -> None: ...
-
-
 def test_the_error_of_the_script_is_the_last_one_printed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
+
+    class Failed:
+        """A process that has printed its error and ended."""
+
+        returncode = 3
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            sys.stderr.write("ValueError: the script's\n")
+
+        def wait(self) -> None: ...
+
     monkeypatch.setattr(launch.subprocess, "Popen", Failed)
     with pytest.raises(SystemExit, match="1"):  # no CalledProcessError, which python prints
         cli.main(["run", "--num_processes", "1", "train.py"])

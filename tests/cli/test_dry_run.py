@@ -17,36 +17,42 @@ from trl_steady.cli import main as cli
 from trl_steady.cli.dry_run import dry_run, memory
 
 scripts = own_scripts.scripts
-NUMBERS = re.compile(
-    r"rollout: (\d+) prompts, (\d+) completions, for ([\d.]+) optimizer steps\n"
-    r"  optimizer step: (\d+) completions = gradient_accumulation_steps (\d+) \* per_device_train_batch_size (\d+) "
-    r"\* processes 1\n"
-    r"(?:.|\n)*  run: (\d+) optimizer steps, (\d+) rollouts"
-)
-CASES: dict[str, dict[str, Any]] = {
-    "GRPO": {},
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "several rollouts for a step": {"gradient_accumulation_steps": 8, "max_steps": 3},
-    "num_iterations": {"num_iterations": 2, "token_budget": 64},
-    "epochs": {"max_steps": -1, "num_train_epochs": 1.5},
-    # 16 micro-batches in an epoch
-    "epochs, whose last step is short": {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3},
-    "RLOO": {"method": "RLOO", "num_generations": 2, "steps_per_generation": 2},
-    "PPO": {"method": "PPO", "num_generations": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 7},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 2},
-}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param({"gradient_accumulation_steps": 8, "max_steps": 3}, id="several rollouts for a step"),
+        pytest.param({"num_iterations": 2, "token_budget": 64}, id="num_iterations"),
+        pytest.param({"max_steps": -1, "num_train_epochs": 1.5}, id="epochs"),
+        # 16 micro-batches in an epoch
+        pytest.param(
+            {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3},
+            id="epochs, whose last step is short",
+        ),
+        pytest.param({"method": "RLOO", "num_generations": 2, "steps_per_generation": 2}, id="RLOO"),
+        pytest.param(
+            {"method": "PPO", "num_generations": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 7},
+            id="PPO",
+        ),
+        pytest.param({"eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 2}, id="evaluation"),
+    ],
+)
 def test_its_numbers_are_those_of_the_run(
-    case: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: dict[str, Any], models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options: dict[str, Any] = {"build": {"eval_dataset": tiny.dataset(4)}, **CASES[case]}
+    options: dict[str, Any] = {"build": {"eval_dataset": tiny.dataset(4)}, **case}
     with dry_run(step=False), pytest.raises(SystemExit):
         tiny.trainer(models["dense"], tmp_path, **options).train()
     said = capsys.readouterr().out
-    found = NUMBERS.search(said)
+    numbers = (
+        r"rollout: (\d+) prompts, (\d+) completions, for ([\d.]+) optimizer steps\n"
+        r"  optimizer step: (\d+) completions = gradient_accumulation_steps (\d+) \* "
+        r"per_device_train_batch_size (\d+) \* processes 1\n"
+        r"(?:.|\n)*  run: (\d+) optimizer steps, (\d+) rollouts"
+    )
+    found = re.search(numbers, said)
     assert found, said
     prompts, completions, feeds, per_step, micro_batches, micro_batch, steps, rollouts = map(float, found.groups())
 
@@ -68,36 +74,28 @@ def test_its_numbers_are_those_of_the_run(
     assert set(made["train"]) == {completions} and completions == prompts * trainer.num_generations
     assert per_step == micro_batches * micro_batch
     assert made["begins"] == [round(i * feeds * micro_batches, 1) for i in range(int(rollouts))]
-    assert len(made["micro-batches"]) == (32 if "short" in case else steps * micro_batches)
+    assert len(made["micro-batches"]) == (32 if case.get("num_train_epochs") == 2 else steps * micro_batches)
     evaluation = re.search(r"evaluation: (\d+) prompts, (\d+) completions", said)
     assert bool(evaluation) == bool(made["eval"])
     if evaluation:
         assert [*map(int, evaluation.groups())] == [4, sum(made["eval"]) // 2]  # of two evaluations
 
 
-class Tracker(transformers.TrainerCallback):
-    """A tracker that must not start."""
-
-    def __init__(self) -> None:
-        raise KeyError
-
-
-def traces(folder: Path) -> dict[str, str]:
-    return {str(path): hashlib.md5(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
-
-
-RESUMES = """
-class Resumed(GRPOTrainer):
-    def train(self):
-        self.args.output_dir = {folder!r}
-        return super().train(resume_from_checkpoint=True)
-"""
-
-
 def test_a_step_leaves_no_trace(
     scripts: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the script saves each step, moves its outputs, and resumes."""
+
+    class Tracker(transformers.TrainerCallback):
+        """A tracker that must not start."""
+
+        def __init__(self) -> None:
+            raise KeyError
+
+    def traces(folder: Path) -> dict[str, str]:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        return {str(path): hashlib.md5(path.read_bytes()).hexdigest() for path in files}
+
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tracker", Tracker)
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "log_line": True}
     assert scripts.run(IMPORTS["from trl"], **options) == 0
@@ -106,7 +104,12 @@ def test_a_step_leaves_no_trace(
     capsys.readouterr()
     options |= {"report_to": "tracker", "training_report": True, "push_to_hub": True, "logging_steps": 50}
     options |= {"log_completions": True, "log_completions_hub_repo": "owner/completions"}
-    own = RESUMES.format(folder=str(scripts.folder))
+    own = f"""
+    class Resumed(GRPOTrainer):
+        def train(self):
+            self.args.output_dir = {str(scripts.folder)!r}
+            return super().train(resume_from_checkpoint=True)
+    """
     for how, steps in (("--dry-run", 0), ("--dry-run=step", 1)):
         assert scripts.run(IMPORTS["from trl"], own, settings=[how], trainer="Resumed", **options) == 0
         out = capsys.readouterr().out
@@ -116,17 +119,18 @@ def test_a_step_leaves_no_trace(
         assert {name for name in after if before.get(name) != after[name]} == {str(scripts.folder / "script.py")}
 
 
-WRONG: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "an option": ([], {"loss_type": "gpso"}),
-    "two options": ([], {"token_budget": 64, "trim_padding": False}),
-    "a small data set": (["from tests.tools import tiny", "tiny.dataset.__defaults__ = (2,)"], {}),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_it_fails_as_the_run_does(wrong: str, scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("lines", "options"),
+    [
+        pytest.param([], {"loss_type": "gpso"}, id="an option"),
+        pytest.param([], {"token_budget": 64, "trim_padding": False}, id="two options"),
+        pytest.param(["from tests.tools import tiny", "tiny.dataset.__defaults__ = (2,)"], {}, id="a small data set"),
+    ],
+)
+def test_it_fails_as_the_run_does(
+    lines: list[str], options: dict[str, Any], scripts: Scripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tiny.dataset, "__defaults__", tiny.dataset.__defaults__)
-    lines, options = WRONG[wrong]
     said: list[str] = []
     for settings in ([], ["--dry-run"], ["--dry-run=step"]):
         with pytest.raises(ValueError) as error:

@@ -13,13 +13,6 @@ from trl_steady.cli import mistakes
 from trl_steady.cli.mistakes import wrong_options
 from trl_steady.cli.run import swapped
 
-FILES = {
-    "badkey.yaml": "los_type: gspo\nlearning_rate: 1e-6\n",
-    "broken.yaml": "loss_type: [gspo\n",
-    "empty.yaml": "",
-    "list.yaml": "- loss_type: gspo\n",
-    "train.py": "raise SystemExit('has run')\n",
-}
 # command -> what it says
 TOLD = {
     "grpo --config missing.yaml": "--config missing.yaml: [Errno 2] No such file or directory",
@@ -38,7 +31,14 @@ TOLD = {
 
 
 def test_mistakes_are_told_before_torch_or_trl_are_imported(tmp_path: Path) -> None:
-    for name, text in FILES.items():
+    files = {
+        "badkey.yaml": "los_type: gspo\nlearning_rate: 1e-6\n",
+        "broken.yaml": "loss_type: [gspo\n",
+        "empty.yaml": "",
+        "list.yaml": "- loss_type: gspo\n",
+        "train.py": "raise SystemExit('has run')\n",
+    }
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
     code = f"""
 import sys

@@ -84,27 +84,21 @@ def test_a_script_that_trains_nothing_of_ours_hears_of_it(
     assert said in capsys.readouterr().err
 
 
-LOOK = """
-import json, os, sys
-import beside_the_script
-print(json.dumps([__name__, __file__, sys.argv[1:], sys.path[0], sys.path[1:], beside_the_script.HERE]))
-"""
-
-
 @pytest.mark.slow
 def test_a_script_sees_what_python_would_show_it(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also through a link, from another folder."""
     folder = scripts.folder / "scripts"
     folder.mkdir()
-    (folder / "look.py").write_text(LOOK)
+    shown = "[__name__, __file__, sys.argv[1:], sys.path[0], sys.path[1:], beside_the_script.HERE]"
+    (folder / "look.py").write_text(f"import json, sys, beside_the_script\nprint(json.dumps({shown}))")
     (folder / "beside_the_script.py").write_text("HERE = 'found'")
     (scripts.folder / "linked.py").symlink_to(folder / "look.py")
     monkeypatch.chdir(scripts.folder)
-    shown = [
+    found = [
         json.loads(subprocess.run([*command, "linked.py", "--lr", "1"], capture_output=True, check=True).stdout)
         for command in ([sys.executable], [Path(sys.executable).with_name("trl-steady"), "run"])
     ]
-    assert shown[0] == shown[1] and shown[0][-1] == "found"
+    assert found[0] == found[1] and found[0][-1] == "found"
 
 
 def test_a_scripts_exit_status_is_its_own(scripts: Scripts) -> None:
@@ -119,18 +113,7 @@ def test_a_modules_main_is_itself_while_it_runs(scripts: Scripts, monkeypatch: p
     assert cli.main(["run", "-m", "a_module"]) == 0
 
 
-RLOO = """
-import trl
-from tests.tools import tiny
-args = trl.RLOOConfig({folder!r}, use_cpu=True, bf16=False, report_to="none", max_steps=1, num_generations=4,
-                      per_device_train_batch_size=4, max_completion_length=4)
-trainer = trl.RLOOTrainer({model!r}, tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer())
-trainer.train()
-print(type(trainer).__module__, args.share_prompts, trainer.args.__class__.__module__)
-"""
-
-
 def test_an_option_that_rloo_does_not_have_is_refused(scripts: Scripts) -> None:
-    script = RLOO.format(folder=str(scripts.folder), model=str(scripts.model))
+    script = f"import trl\ntrl.RLOOConfig({str(scripts.folder)!r}, use_cpu=True, bf16=False)"
     with pytest.raises(ValueError, match=r"--set loss_type: RLOOConfig has no option"):
         scripts.run(script, settings=["--set", "loss_type=gspo"], trainer="")

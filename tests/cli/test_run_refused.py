@@ -20,16 +20,15 @@ def test_trls_own_subclass_trains_on_ours_as_it_does_on_trls(
     assert "trl.experimental.gmpo.gmpo_trainer.GMPOTrainer on trl_steady.GRPOTrainer" in capsys.readouterr().out
 
 
-FROM_BEFORE = """
-(Kept,) = [c for c in GRPOTrainer.__mro__ if (c.__module__, c.__name__) == ("trl.trainer.grpo_trainer", "GRPOTrainer")]
-class Mine(Kept):
-    pass
-"""
-
-
 def test_a_trainer_that_is_not_ours_is_refused_with_the_way_out(scripts: Scripts) -> None:
+    mine = """
+    theirs = ("trl.trainer.grpo_trainer", "GRPOTrainer")
+    (Kept,) = [c for c in GRPOTrainer.__mro__ if (c.__module__, c.__name__) == theirs]
+    class Mine(Kept):
+        pass
+    """
     with pytest.raises(ValueError, match=r"trainer that is not trl-steady's got .* Derive a trainer of your own from"):
-        scripts.run(IMPORTS["from trl"], FROM_BEFORE, trainer="Mine")
+        scripts.run(IMPORTS["from trl"], mine, trainer="Mine")
 
 
 def test_processes_that_would_train_apart_are_refused(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,21 +64,6 @@ def test_every_recipe_is_valid_and_names_the_schema() -> None:
             jsonschema.validate(part, valid, jsonschema.Draft7Validator)
 
 
-def launcher_takes(text: str, path: Path) -> bool:
-    """True if `trl-steady grpo --config` starts a run with these lines, as far as its parsers and configs know."""
-    path.write_text(f"output_dir: {path.parent}\nuse_cpu: true\nbf16: false\n{text}\n")
-    try:
-        with swapped(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            *_, launch, _ = grpo.make_parser().parse_args_and_config(
-                ["--config", str(path)], return_remaining_strings=True, separate_remaining_strings=True
-            )
-        parser = cli._launch_parser()  # pyright: ignore[reportPrivateUsage]
-        return parser.parse_args([*launch, "train.py"]).training_script == "train.py"
-    except (Exception, SystemExit):
-        return False
-
-
 TAKEN = """
 learning_rate: 1e-5 | learning_rate: 1.0e-5 | learning_rate: .5 | learning_rate: 1 | learning_rate: "1_0.5"
 off_policy_mask_threshold: .inf | token_budget: 16384 | token_budget: "16_384" | token_budget: null
@@ -103,16 +88,28 @@ skip_old_pass: none | num_processes: many | multi_gpu: true | mixed_precision: f
 """
 
 
-def rows(table: str) -> list[str]:
-    return [row.strip() for row in re.split(r"[|\n]", table) if row.strip()]
-
-
 @pytest.mark.parametrize(("table", "is_taken"), [(TAKEN, True), (REFUSED, False)])
 def test_it_takes_what_the_launcher_takes(
     table: str, is_taken: bool, found: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for row in rows(table):
-        assert launcher_takes(row, tmp_path / "x.yaml") == is_taken, row
+
+    def launcher_takes(text: str) -> bool:
+        """True if `trl-steady grpo --config` starts a run with these lines, as far as its parsers and configs know."""
+        path = tmp_path / "x.yaml"
+        path.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n{text}\n")
+        try:
+            with swapped(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                *_, launch, _ = grpo.make_parser().parse_args_and_config(
+                    ["--config", str(path)], return_remaining_strings=True, separate_remaining_strings=True
+                )
+            parser = cli._launch_parser()  # pyright: ignore[reportPrivateUsage]
+            return parser.parse_args([*launch, "train.py"]).training_script == "train.py"
+        except (Exception, SystemExit):
+            return False
+
+    for row in re.findall(r"[^|\s][^|\n]*[^|\s]", table):
+        assert launcher_takes(row) == is_taken, row
         assert takes(found, yaml.safe_load(row)) == is_taken, row
 
 

@@ -12,31 +12,29 @@ from trl_steady.cli.run import swapped
 
 scripts = own_scripts.scripts
 
-COPIED = """
-import dataclasses
-@dataclasses.dataclass
-class Own(GRPOConfig):
-    mine: int = 1
-    def __post_init__(self):
-        super().__post_init__()
-def copied(*arguments, **options):
-    return dataclasses.replace(Own(*arguments, **options), mine=2, generation_batch_size=None)
-"""
-CHECK = """
-from pathlib import Path
-from tests.tools import tiny
-args = tiny.arguments(copied, Path(FOLDER), temperature=0.9, max_steps=1)
-assert (args.loss_type, args.epsilon, args.top_k, args.temperature, args.mine) == ("gspo", 3e-4, 5, 0.9, 2)
-data = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
-GRPOTrainer(MODEL, reward_funcs=tiny.reward, args=args, **data).train()
-"""
-
 
 def test_an_option_is_set_before_the_checks(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
     """So that the paper's clip range follows, also in a copy of a subclass."""
-    check = CHECK.replace("FOLDER", repr(str(scripts.folder))).replace("MODEL", repr(str(scripts.model)))
+    copied = """
+    import dataclasses
+    @dataclasses.dataclass
+    class Own(GRPOConfig):
+        mine: int = 1
+        def __post_init__(self):
+            super().__post_init__()
+    def copied(*arguments, **options):
+        return dataclasses.replace(Own(*arguments, **options), mine=2, generation_batch_size=None)
+    """
+    check = f"""
+    from pathlib import Path
+    from tests.tools import tiny
+    args = tiny.arguments(copied, Path({str(scripts.folder)!r}), temperature=0.9, max_steps=1)
+    assert (args.loss_type, args.epsilon, args.top_k, args.temperature, args.mine) == ("gspo", 3e-4, 5, 0.9, 2)
+    data = {{"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}}
+    GRPOTrainer({str(scripts.model)!r}, reward_funcs=tiny.reward, args=args, **data).train()
+    """
     settings = ["--set", "loss_type=gspo", "--set=top_k=5"]
-    assert scripts.run(IMPORTS["from trl"], COPIED, check, trainer="", settings=settings) == 0
+    assert scripts.run(IMPORTS["from trl"], copied, check, trainer="", settings=settings) == 0
     assert "'ratio/sequence_mean'" in capsys.readouterr().out
 
 
@@ -72,22 +70,20 @@ def test_nothing_stays_set_and_defaults_of_trl_are_found_meanwhile() -> None:
     assert config().loss_type == "dapo"
 
 
-READ: dict[str, Any] = {
-    "loss_type=gspo": "gspo",
-    "off_policy_mask_threshold=inf": float("inf"),
-    "share_prompts=true": True,
-    "token_budget=None": None,
-    "token_budget=none": None,
-    "geometric_mask_range=0.9,1.1": [0.9, 1.1],
-    "geometric_mask_range=[0.9, 1.1]": [0.9, 1.1],
-    'generation_kwargs={"top_k": 5}': '{"top_k": 5}',  # transformers reads JSON in the config
-    "report_to=none": "none",
-    "run_name=a=b": "a=b",
-}
-
-
 def test_values_are_read_as_trls_command_line_reads_them() -> None:
-    for setting, value in READ.items():
+    read: dict[str, Any] = {
+        "loss_type=gspo": "gspo",
+        "off_policy_mask_threshold=inf": float("inf"),
+        "share_prompts=true": True,
+        "token_budget=None": None,
+        "token_budget=none": None,
+        "geometric_mask_range=0.9,1.1": [0.9, 1.1],
+        "geometric_mask_range=[0.9, 1.1]": [0.9, 1.1],
+        'generation_kwargs={"top_k": 5}': '{"top_k": 5}',  # transformers reads JSON in the config
+        "report_to=none": "none",
+        "run_name=a=b": "a=b",
+    }
+    for setting, value in read.items():
         assert options.parse_settings([setting]) == {setting.split("=")[0]: value}
 
 
