@@ -17,7 +17,7 @@ from trl_steady.cli import main as cli
 from trl_steady.features.training_report import MOST_BYTES, chosen, limited
 from trl_steady.report import History, compare, diagnose
 from trl_steady.report.history import Series
-from trl_steady.report.page import write
+from trl_steady.report.page import write, write_comparison
 from trl_steady.report.plots import POINTS, draw, pictures, thinned
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> &amp; \x00\x1b\ud800 \N{RIGHT-TO-LEFT OVERRIDE}"
@@ -60,8 +60,6 @@ def test_all_text_of_users_stays_text(tmp_path: Path) -> None:
     shown = re.sub("[\x00\x1b\ud800\N{RIGHT-TO-LEFT OVERRIDE}]", "\ufffd", EVIL)
     assert found.text.count(shown) == 7  # title, heading, version, evidence, prompt, two answers
     comparison = tmp_path / "comparison.html"
-    from trl_steady.report.page import write_comparison
-
     write_comparison(comparison, {EVIL: run, "other": run})
     assert not Page(comparison.read_text()).tags & {"script", "img"}
 
@@ -81,31 +79,31 @@ def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
     assert page(tmp_path, history(healthy(0))) == page(tmp_path, history(healthy(0)))
 
 
-EXPECTED = {
-    "reward": "Reward",
-    "kl/k3": "KL to the reference",
-    "ratio/sequence_mean": "Ratio to the policy of the rollout",
-    "dropped/veto": "Clipped and dropped",
-    "mismatch/log_ratio_q50": "Trainer and engine",
-    "mismatch/effective_sample_size": "Effective sample size",
-    "frac_reward_zero_std": "Wasted",
-    "completions/clipped_ratio": "Wasted",
-    "completions/mean_length": "Length",
-    "entropy": "Entropy",
-    "grad_norm": "Norm of the gradient",
-    "learning_rate": "Learning rate",
-    "routing/changed": "Routes that change",
-    "sampling_mask/kept_mass": "Kept tokens",
-    "value/explained_variance": "Critic",
-    "reward_model/new/held_out/accuracy": "Reward model",
-    "time/generation": "Time of a step",
-}
-
-
-@pytest.mark.parametrize("key", EXPECTED)
-def test_a_metric_has_a_picture_and_no_other(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "title"),
+    [
+        ("reward", "Reward"),
+        ("kl/k3", "KL to the reference"),
+        ("ratio/sequence_mean", "Ratio to the policy of the rollout"),
+        ("dropped/veto", "Clipped and dropped"),
+        ("mismatch/log_ratio_q50", "Trainer and engine"),
+        ("mismatch/effective_sample_size", "Effective sample size"),
+        ("frac_reward_zero_std", "Wasted"),
+        ("completions/clipped_ratio", "Wasted"),
+        ("completions/mean_length", "Length"),
+        ("entropy", "Entropy"),
+        ("grad_norm", "Norm of the gradient"),
+        ("learning_rate", "Learning rate"),
+        ("routing/changed", "Routes that change"),
+        ("sampling_mask/kept_mass", "Kept tokens"),
+        ("value/explained_variance", "Critic"),
+        ("reward_model/new/held_out/accuracy", "Reward model"),
+        ("time/generation", "Time of a step"),
+    ],
+)
+def test_a_metric_has_a_picture_and_no_other(key: str, title: str) -> None:
     run = History([{"step": step, key: float(step)} for step in range(1, 9)])
-    assert [title for title, _ in pictures({"run": [run]})] == [EXPECTED[key]]
+    assert [*dict(pictures({"run": [run]}))] == [title]
 
 
 def test_a_stack_adds_up_and_what_was_not_logged_is_0() -> None:
@@ -166,22 +164,25 @@ def test_a_picture_marks_where_its_symptom_began() -> None:
     assert "everything-dropped" in found["Clipped and dropped"] and "everything-dropped" not in found["Reward"]
 
 
-# any log gives a page
-
-BROKEN: dict[str, list[dict[str, Any]]] = {
-    "nothing": [],
-    "one step": healthy(0, 1),
-    "not numbers": [{**row, "reward": math.nan, "kl": math.inf, "entropy": -math.inf} for row in healthy(0, 40)],
-    "overlap": [*healthy(0, 40), *healthy(1, 60)[20:]],
-    "two trainers": [*healthy(0, 40), *healthy(1, 40)],
-    "huge": [{"step": step, "kl": 1.7e308 * (-1) ** step, "grad_norm": 1e-300} for step in range(1, 20)],
-    "negative step": [{"step": -1, "reward": 1.0}, {"step": 0, "reward": 1.0}],
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_any_log_gives_a_page(tmp_path: Path, name: str) -> None:
-    assert "</html>" in page(tmp_path, History(BROKEN[name], {"settings": {}, "notes": []}))
+@pytest.mark.parametrize(
+    "logged",
+    [
+        pytest.param([], id="nothing"),
+        pytest.param(healthy(0, 1), id="one step"),
+        pytest.param(
+            [{**row, "reward": math.nan, "kl": math.inf, "entropy": -math.inf} for row in healthy(0, 40)],
+            id="not numbers",
+        ),
+        pytest.param([*healthy(0, 40), *healthy(1, 60)[20:]], id="overlap"),
+        pytest.param([*healthy(0, 40), *healthy(1, 40)], id="two trainers"),
+        pytest.param(
+            [{"step": step, "kl": 1.7e308 * (-1) ** step, "grad_norm": 1e-300} for step in range(1, 20)], id="huge"
+        ),
+        pytest.param([{"step": -1, "reward": 1.0}, {"step": 0, "reward": 1.0}], id="negative step"),
+    ],
+)
+def test_any_log_gives_a_page(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+    assert "</html>" in page(tmp_path, History(logged, {"settings": {}, "notes": []}))
 
 
 # answers
