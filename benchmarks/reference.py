@@ -26,7 +26,7 @@ import trl_steady
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import measuring
 from benchmarks.seam import rollouts
-from trl_steady.features.reference.tensors import refresh, paired
+from trl_steady.features.reference.tensors import paired, refresh
 
 
 class Variant(NamedTuple):

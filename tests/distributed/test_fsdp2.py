@@ -16,7 +16,7 @@ from trl.trainer.utils import add_fused_lm_head, use_adapter
 from tests.distributed import processes
 from tests.tools import resumable, tiny
 from trl_steady.features.reference.adapter import add_reference_adapter
-from trl_steady.features.reference.tensors import Pair, gather, refresh, paired, restore
+from trl_steady.features.reference.tensors import Pair, gather, paired, refresh, restore
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
 from trl_steady.trl_bridge.models import keep_parameters
