@@ -3,7 +3,6 @@
 # pyright: reportIncompatibleMethodOverride=false
 # an autograd function's arguments differ from those of torch's base class
 
-import itertools
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -47,8 +46,18 @@ class Head:
 
     def trl_outputs(self) -> HeadOutputs:
         """Return what TRL computes."""
-        *ours, others, keywords = vars(self).values()
-        return _TRL_LOG_PROBS.apply(*ours, *others, **keywords)
+        return _TRL_LOG_PROBS.apply(
+            self.hidden,
+            self.weight,
+            self.bias,
+            self.targets,
+            self.temperature,
+            self.chunk_size,
+            self.softcap,
+            self.logit_scale,
+            *self.others,
+            **self.keywords,
+        )
 
 
 _TRL_LOG_PROBS: Any = getattr(trl.trainer.utils, "_ChunkedLogProbFunction", None)  # `names.toml` refuses its users
@@ -71,26 +80,42 @@ class _GatheredOnce(torch.autograd.Function):
         with torch.enable_grad():
             ctx.outputs = compute(ctx.hidden)
         ctx.save_for_backward(weight, bias)
-        outputs = tuple(None if values is None else values.detach() for values in ctx.outputs)
-        # outputs that do not depend on the head's inputs, or are not floating point
-        without = [bool(values is not None and not values.requires_grad) for values in ctx.outputs]
-        ctx.mark_non_differentiable(*itertools.compress(outputs, without))
-        return outputs  # pyright: ignore[reportReturnType]
+        outputs: list[Tensor | None] = []
+        without_grad: list[Tensor] = []  # they do not depend on the head's inputs, or are not floating point
+        for values in ctx.outputs:
+            if values is None:
+                outputs.append(None)
+                continue
+            detached = values.detach()
+            outputs.append(detached)
+            if not values.requires_grad:
+                without_grad.append(detached)
+        ctx.mark_non_differentiable(*without_grad)
+        return tuple(outputs)  # pyright: ignore[reportReturnType]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, bias = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:3]
-        inputs = [leaf for leaf, is_needed in zip((ctx.hidden, weight, bias), needed, strict=True) if is_needed]
-        used = [(values, grad) for values, grad in zip(ctx.outputs, grads, strict=True) if grad is not None]
+        inputs = {0: ctx.hidden, 1: weight, 2: bias}
+        needed = [index for index in inputs if ctx.needs_input_grad[index]]
+        outputs: list[Tensor] = []
+        grad_outputs: list[Tensor] = []
+        for values, grad in zip(ctx.outputs, grads, strict=True):
+            if grad is not None:
+                outputs.append(values)
+                grad_outputs.append(grad)
+        grad_inputs: list[Tensor | None] = [None, None, None, None]  # the last is that of `compute`
         with trl.trainer.utils.maybe_gather_lm_head_ctx(weight, bias):
-            if not used:  # nothing to do on this rank, but the other ranks gather
-                return None, None, None, None
-            outputs, grad_outputs = zip(*used, strict=True)
+            if not outputs:  # nothing to do on this rank, but the other ranks gather
+                return tuple(grad_inputs)
             # retain_graph: the outer graph decides how long this one lives; allow_unused: the bias may be unused
-            found = iter(torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=True, allow_unused=True))
-        return *(next(found) if is_needed else None for is_needed in needed), None
+            computed = torch.autograd.grad(
+                outputs, [inputs[index] for index in needed], grad_outputs, retain_graph=True, allow_unused=True
+            )
+        for index, grad in zip(needed, computed, strict=True):
+            grad_inputs[index] = grad
+        return tuple(grad_inputs)
 
 
 def replace_head(compute: Callable[[Head], HeadOutputs]) -> AbstractContextManager[None]:
@@ -120,9 +145,12 @@ def energies_as_entropies() -> Generator[None]:
     compute = _TRL_LOG_PROBS.apply
 
     def apply(*arguments: object, **keywords: object) -> HeadOutputs:
-        outputs = (*cast(tuple[str, ...], arguments[8]), "log_sum_sq_probs")
-        log_probs, _, log_sums, *_ = compute(*arguments[:8], outputs, *arguments[9:], **keywords)
-        return log_probs, (1 - 2 * log_probs.detach().exp() + log_sums.exp()).clamp(min=0), None, None, None
+        asked = list(arguments)
+        asked[8] = (*cast(tuple[str, ...], arguments[8]), "log_sum_sq_probs")  # names of outputs
+        results = compute(*asked, **keywords)
+        log_probs, log_sums = results[0], results[2]
+        energies = 1 - 2 * log_probs.detach().exp() + log_sums.exp()
+        return log_probs, energies.clamp(min=0), None, None, None
 
     function = SimpleNamespace(apply=apply)
     # TRL reads its module at each call, and heads of other features read this one
@@ -148,11 +176,14 @@ def per_token(
 
     with replace_head(head_outputs):
         outputs = model(labels=labels, fused_lm_head=True, **inputs)
-    (values,), found, mask = computed, outputs.log_probs, labels[:, 1:] != -100
-    if found.dtype == values.dtype:
-        return found
+    (values,) = computed
+    output = outputs.log_probs
+    if output.dtype == values.dtype:
+        return output
     # FSDP2 has cast the output. Take the exact values, and the gradient of the output
+    mask = labels[:, 1:] != -100
     values = values.detach()
-    values = values.view(mask.shape)[mask] if values.numel() == mask.numel() else values
-    exact = torch.zeros_like(found, dtype=values.dtype).masked_scatter(mask.to(values.device), values)
-    return exact + (found - found.detach()).to(values.dtype)
+    if values.numel() == mask.numel():
+        values = values.view(mask.shape)[mask]
+    exact = torch.zeros_like(output, dtype=values.dtype).masked_scatter(mask.to(values.device), values)
+    return exact + (output - output.detach()).to(values.dtype)

@@ -30,10 +30,13 @@ REWARD_ADAPTER, VALUE_ADAPTER = "reward", "value"
 
 def bare(trainer: Trainer, model: torch.nn.Module | Scorer) -> PreTrainedModel:
     """Return the transformers model in `model`, without wrappers."""
-    model = model.backbone if isinstance(model, Scorer) else model
+    if isinstance(model, Scorer):
+        model = model.backbone
     # keeping torch.compile's wrapper would change it: it would lose the wrapper of DDP inside
     inner = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
-    return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
+    if isinstance(inner, PeftModel):
+        inner = inner.get_base_model()
+    return cast(PreTrainedModel, inner)
 
 
 def is_lora_parameter(name: str, adapter: str) -> bool:
@@ -44,7 +47,8 @@ def is_lora_parameter(name: str, adapter: str) -> bool:
     >>> [is_lora_parameter(name, "value") for name in ("query.value.lora_A.value.weight", "query.value.weight")]
     [True, False]
     """
-    return any(part == adapter and before.startswith("lora_") for before, part in pairwise(name.split(".")))
+    pairs = pairwise(name.split("."))
+    return any(part == adapter and before.startswith("lora_") for before, part in pairs)
 
 
 def compiles(trainer: Trainer) -> bool:
@@ -55,7 +59,9 @@ def compiles(trainer: Trainer) -> bool:
 
 def keep_random_state() -> AbstractContextManager[None]:
     """Restore the random state of the CPU and of this process's GPU. torch would warn on a machine with several."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    devices: list[int] = []
+    if torch.cuda.is_available():
+        devices.append(torch.cuda.current_device())
     return cast("AbstractContextManager[None]", torch.random.fork_rng(devices))
 
 
@@ -63,10 +69,13 @@ def random_setting(model: torch.nn.Module) -> str | None:
     """Return a setting with which two passes of a model in training differ, such as dropout; None without one."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            named = f"{type(module).__name__}.{key}".lower()
-            rates = cast("dict[str, object]", value).values() if isinstance(value, dict) else [value]  # by adapter
-            is_on = any(isinstance(rate, float) and rate > 0 for rate in rates)
-            if is_on and ("drop" in named or "jitter" in named):
+            setting = f"{type(module).__name__}.{key}".lower()
+            if "drop" not in setting and "jitter" not in setting:
+                continue
+            rates: list[object] = [value]
+            if isinstance(value, dict):  # by adapter
+                rates = list(cast("dict[str, object]", value).values())
+            if any(isinstance(rate, float) and rate > 0 for rate in rates):
                 return f"{name}.{key}={value}"
     return None
 
@@ -99,7 +108,10 @@ def refuse_missing_tensors(model: torch.nn.Module, missing: Collection[str]) -> 
     """Refuse a checkpoint without some tensors of the model, because transformers would keep the initial ones."""
     tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in missing}
-    lost = [name for name in missing if name in tensors and tensors[name].data_ptr() not in loaded]  # not tied ones
+    lost: list[str] = []
+    for name in missing:
+        if name in tensors and tensors[name].data_ptr() not in loaded:  # a tied one is loaded by another name
+            lost.append(name)
     if lost:
         raise ValueError(
             f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, for example {min(lost)}. Give "
@@ -121,7 +133,7 @@ def save_without(model: PeftModel, adapter: str) -> Generator[dict[str, Any]]:
 
     def save(*arguments: Any, **options: Any) -> None:
         gathered.update(options.get("state_dict") or {})
-        selected = options.pop("selected_adapters", None) or [*model.peft_config]
+        selected = options.pop("selected_adapters", None) or list(model.peft_config)
         save_all(*arguments, selected_adapters=[name for name in selected if name != adapter], **options)
 
     with patched(model, {"save_pretrained": save}):
@@ -134,12 +146,13 @@ def in_mode(model: object, *, is_training: bool) -> Generator[None]:
 
     Quantised layers stay as they are: they have no dropout, and on CPU their product is another one in eval mode.
     """
-    model = model.backbone if isinstance(model, Scorer) else model
-    switched = [
-        module
-        for module in (model.modules() if isinstance(model, torch.nn.Module) else ())  # a teacher may be a function
-        if module.training != is_training and not isinstance(module, Linear4bit | Linear8bitLt)
-    ]
+    if isinstance(model, Scorer):
+        model = model.backbone
+    switched: list[torch.nn.Module] = []
+    if isinstance(model, torch.nn.Module):  # a teacher may be a function
+        for module in model.modules():
+            if module.training != is_training and not isinstance(module, Linear4bit | Linear8bitLt):
+                switched.append(module)
     for module in switched:  # each by itself, because some may be frozen in eval mode
         module.training = is_training
     try:
@@ -156,10 +169,9 @@ def keep_parameters(model: torch.nn.Module) -> Generator[None]:
     PEFT makes every parameter of an adapter trainable when it switches adapters, and float32 when it loads one. FSDP2
     may put an unsharded copy in the place of a parameter, in the dtype of its forwards, which is kept.
     """
-    before = {
-        name: (isinstance(parameter, DTensor), parameter.dtype, parameter.requires_grad)
-        for name, parameter in model.named_parameters()
-    }
+    before: dict[str, tuple[bool, torch.dtype, bool]] = {}
+    for name, parameter in model.named_parameters():
+        before[name] = isinstance(parameter, DTensor), parameter.dtype, parameter.requires_grad
     try:
         yield
     finally:

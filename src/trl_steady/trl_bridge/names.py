@@ -28,24 +28,34 @@ def needed() -> Iterator[Needed]:
         for path, uses in group["functions"].items():
             owner, _, name = path.rpartition(".")
             parameters = " ".join(uses.get("takes", "").split())
-            for kind in ("GRPOTrainer", "RLOOTrainer") if owner == "*" else (owner,):
-                known = parameters.split(", ") if parameters else []
-                yield Needed(group["settings"], kind, name, known, {*uses.get("names", "").split()})
+            known = parameters.split(", ") if parameters else []
+            kinds = [owner]
+            if owner == "*":
+                kinds = ["GRPOTrainer", "RLOOTrainer"]
+            for kind in kinds:
+                yield Needed(group["settings"], kind, name, known, set(uses.get("names", "").split()))
 
 
 def missing_from_trl() -> dict[str, str]:
     """Return the settings that need what the installed TRL lacks -> what it lacks first."""
-    found: dict[str, str] = {}
+    lacking: dict[str, str] = {}
     for settings, owner, name, known, names in needed():
         try:
             function = inspect.unwrap(pkgutil.resolve_name(f"trl.{owner}.{name}"))
             given, missing = inspect.signature(function).parameters, names - names_in(function.__code__)
         except (AttributeError, ImportError):
             given, missing = {}, {"such function"}
-        required = [each for each in given if each in known or given[each].default is inspect.Parameter.empty]
-        if missing or (known and required != known):
-            problem = f"trl.{owner}.{name}" + (f": no {min(missing)}" if missing else f"({', '.join(given)})")
-            prefix = f"{owner}+" if owner in ("GRPOTrainer", "RLOOTrainer") else ""
-            keys = [f"{prefix}{setting}".removesuffix("+trl-steady") for setting in settings]
-            found = dict.fromkeys(keys, problem) | found
-    return found
+        required: list[str] = []
+        for parameter in given:
+            if parameter in known or given[parameter].default is inspect.Parameter.empty:
+                required.append(parameter)
+        if missing:
+            problem = f"trl.{owner}.{name}: no {min(missing)}"
+        elif known and required != known:
+            problem = f"trl.{owner}.{name}({', '.join(given)})"
+        else:
+            continue
+        prefix = f"{owner}+" if owner in ("GRPOTrainer", "RLOOTrainer") else ""
+        keys = [f"{prefix}{setting}".removesuffix("+trl-steady") for setting in settings]
+        lacking = dict.fromkeys(keys, problem) | lacking  # a setting keeps its first problem
+    return lacking
