@@ -13,7 +13,7 @@ from torch import Tensor
 import trl_steady
 from tests.tools import tiny
 from trl_steady.core.types import Rollout
-from trl_steady.trl_bridge.rollout import give_rewards
+from trl_steady.trl_bridge.rewards import give_rewards
 
 SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "max_steps": 2}
 Train = Callable[..., Any]

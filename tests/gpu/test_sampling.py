@@ -12,7 +12,7 @@ from tests.gpu.recorder import Figures
 from tests.tools import tiny
 from tests.tools.sets import lists
 from trl_steady.features.sampling_mask.recording import CandidateRecorder, refuse_other_modes
-from trl_steady.trl_bridge.rollout import last_logits_processor
+from trl_steady.trl_bridge.generation import last_logits_processor
 
 TOP_K = 5
 BY_TOKENS = {"token_budget": 60, "share_prompts": True}

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tests.tools import tiny
-from trl_steady.trl_bridge.rollout import with_own_stops
+from trl_steady.trl_bridge.generation import with_own_stops
 
 EOS, *STOPS = tiny.SIZES["eos_token_id"]
 PAD = tiny.SIZES["pad_token_id"]

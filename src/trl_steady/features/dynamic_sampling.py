@@ -21,8 +21,8 @@ from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout, loss_mask
 from trl_steady.functional.advantages import all_equal, group_variances, least_variance, total_rewards
 from trl_steady.rewards.steps import StepRewards
+from trl_steady.trl_bridge.generation import collate_rows
 from trl_steady.trl_bridge.resampling import CompletionRecord, ResampledRollout
-from trl_steady.trl_bridge.rollout import collate_rows
 
 _FILE = "dynamic_sampling.json"
 _Draw = Callable[[], dict[str, Any]]

@@ -18,7 +18,8 @@ from trl_steady.core.feature import Trainer
 from trl_steady.core.processes import own_rows
 from trl_steady.core.types import Rollout
 from trl_steady.trl_bridge.patching import patched
-from trl_steady.trl_bridge.rollout import ZERO_LOG_PROBS, wrap_reward_functions
+from trl_steady.trl_bridge.rewards import wrap_reward_functions
+from trl_steady.trl_bridge.rollout import ZERO_LOG_PROBS
 from trl_steady.trl_bridge.trl_state import as_trl_trainer
 
 _WITHOUT_VALUE = {2: 1, 4: None}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.tools import tiny
 from tests.tools.sets import lists
 from trl_steady.features.sampling_mask.recording import CandidateRecorder, refuse_other_modes
-from trl_steady.trl_bridge.rollout import last_logits_processor
+from trl_steady.trl_bridge.generation import last_logits_processor
 
 PROMPTS = ["1+2=", "ab", "abab7+8=", "x"]
 WIDTH = 8

@@ -26,7 +26,8 @@ from trl_steady.features.reward_model.feature import STATE_FILE, RewardModel, Re
 from trl_steady.features.reward_model.labelling import RolloutCompletions, get_verdicts, label_steps, verdict_masks
 from trl_steady.features.reward_model.training import fit, measure
 from trl_steady.trl_bridge import refuse_unsupported
-from trl_steady.trl_bridge.rollout import forget_logs, generate_outside_training, group_size
+from trl_steady.trl_bridge.rewards import group_size
+from trl_steady.trl_bridge.rollout import forget_logs, generate_outside_training
 from trl_steady.trl_bridge.trl_state import set_metric
 
 _HELD_OUT = 0.1  # share of an iteration's prompts that measure the reward model and never train it

@@ -21,8 +21,8 @@ from trl_steady.features.reward_model.scorer import RewardScorer
 from trl_steady.features.step_rewards.alignment import Completion, token_ends
 from trl_steady.rewards.splitters import Conversation
 from trl_steady.rewards.steps import StepRewards
+from trl_steady.trl_bridge.generation import record_prompts
 from trl_steady.trl_bridge.models import REWARD_ADAPTER, text_tokenizer
-from trl_steady.trl_bridge.rollout import record_prompts
 
 STATE_FILE = "reward_refresh.pt"
 """File of a checkpoint that holds what `RewardModelRefreshCallback` needs to go on."""

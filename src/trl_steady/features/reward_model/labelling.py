@@ -9,8 +9,8 @@ from torch import Tensor
 
 from trl_steady.core.feature import Trainer
 from trl_steady.functional.reward_models import step_labels
+from trl_steady.trl_bridge.generation import generate_continuations
 from trl_steady.trl_bridge.models import text_tokenizer
-from trl_steady.trl_bridge.rollout import generate_continuations
 
 _NOT_COLUMNS = ("trainer_state", "log_extra", "log_metric", "environments", "completion_ids")
 

@@ -18,7 +18,7 @@ from trl_steady.features.sampling_mask.candidates import MAX_CANDIDATES, Candida
 from trl_steady.features.sampling_mask.model import SamplingMaskModel
 from trl_steady.features.sampling_mask.recording import CandidateRecorder, refuse_other_modes
 from trl_steady.trl_bridge import models
-from trl_steady.trl_bridge.rollout import last_logits_processor
+from trl_steady.trl_bridge.generation import last_logits_processor
 from trl_steady.trl_bridge.vllm import SteadyGeneration
 
 _COLUMN = "kept_tokens"
