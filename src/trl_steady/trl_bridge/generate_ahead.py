@@ -51,12 +51,16 @@ class PromptPrefetcher(Iterator[list[Any]]):
         return self
 
     def __next__(self) -> list[Any]:
-        self._step_batches.append(self._ahead.popleft() if self._ahead else next(self._batches))
-        return self._step_batches[-1]
+        batch = self._ahead.popleft() if self._ahead else next(self._batches)
+        self._step_batches.append(batch)
+        return batch
 
     def position(self, batch: list[Any]) -> int | None:
         """Return the position of a batch in this optimizer step; None if it is a script's own."""
-        return next((i for i, each in enumerate(self._step_batches) if each is batch), None)
+        for position, step_batch in enumerate(self._step_batches):
+            if step_batch is batch:
+                return position
+        return None
 
     def next_rollout(self, position: int) -> list[Any] | None:
         """Return the batch of the rollout after that of the batch at `position`; None if the epoch or run ends first.
@@ -64,17 +68,21 @@ class PromptPrefetcher(Iterator[list[Any]]):
         The DataLoader reads the rows of a rollout again for each of its micro-batches, and TRL ignores them. They are
         not kept, because rows may have pictures.
         """
-        state, rows, read = self._trainer.state, self._step_batches[position], len(self._step_batches)
+        state, args = self._trainer.state, self._trainer.args
         interval = generation_interval(self._trainer)
         following = position + interval - as_trl_trainer(self._trainer)._step % interval
-        if state.global_step + following // self._trainer.args.gradient_accumulation_steps >= state.max_steps:
+        if state.global_step + following // args.gradient_accumulation_steps >= state.max_steps:
             return None
+        rows = self._step_batches[position]
+        read = len(self._step_batches)
         for index in range(read + len(self._ahead), following + 1):
             batch = next(self._batches, None)
             if batch is None:
                 return None
             self._ahead.append(batch if index == following else rows)
-        return self._step_batches[following] if following < read else self._ahead[following - read]
+        if following < read:
+            return self._step_batches[following]
+        return self._ahead[following - read]
 
 
 class _BeforeGeneration(BaseException):
@@ -101,12 +109,14 @@ def build_request(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[s
 
     # not by our method, for which there would be another rollout
     kind = next(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.trainer"))
+    recording = contextlib.nullcontext()
+    if trainer.accelerator.is_main_process:  # the only one with a client
+        recording = patched(engine.vllm_client, {"generate": record})
     try:
         with patched(trainer, {"_generate_single_turn": stop}):
             as_trl_trainer(kind)._generate_and_score_completions(trainer, list(rows))
     except _BeforeGeneration as reached:
-        is_main = trainer.accelerator.is_main_process
-        with patched(engine.vllm_client, {"generate": record}) if is_main else contextlib.nullcontext():
+        with recording:
             cast(Any, super(SteadyGeneration, engine)).generate(*reached.args)  # it gathers the prompts
     return request
 
@@ -170,7 +180,8 @@ class PendingRequest(threading.Thread):
 
 def _client_for_thread(client: VLLMClient) -> VLLMClient:
     """Return a client with a session for a thread, and the name of the adapter as it is now."""
-    client, adapters = copy.copy(client), dict[str, Any]()
+    adapters: dict[str, Any] = {}
+    client = copy.copy(client)
     client.session = copy.copy(client.session)
     for prefix, adapter in cast(Mapping[str, Any], client.session.adapters).items():
         adapters[prefix] = copy.copy(adapter)
@@ -183,5 +194,6 @@ def respond_with(
     trainer: Trainer, respond: Callable[[SendRequest, Mapping[str, Any]], GenerationResult]
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context in which `respond` returns the results of the engine's requests, on the main process."""
-    is_main = trainer.accelerator.is_main_process
-    return patched(trainer.vllm_generation, {"respond": respond} if is_main else {})
+    if not trainer.accelerator.is_main_process:
+        return contextlib.nullcontext()
+    return patched(trainer.vllm_generation, {"respond": respond})

@@ -66,55 +66,76 @@ class ResampledRollout:
         Returns:
             The completions (n,), the rewards (N, K) by function, and TRL's samples, whose log-probs are zeros.
         """
-        recorder, tables = _Recorder(self._trainer), self._trainer._logs
+        recorder = _Recorder(self._trainer)
+        # tables that nobody reads, so that TRL's get no column that only rejected completions have
+        tables: dict[str, Any] = {}
+        for name, table in self._trainer._logs.items():
+            tables[name] = defaultdict(list) if isinstance(table, dict) else []
         replaced = {
             "_generate": recorder.generate,
             "_calculate_rewards": recorder.calculate_rewards,
             "reward_funcs": wrap_reward_functions(self._trainer.reward_funcs, [recorder.record_returned]),
+            "_logs": tables,
             **ZERO_LOG_PROBS,
-            # tables that nobody reads, so that TRL's get no column that only rejected completions have
-            "_logs": {name: defaultdict(list) if isinstance(table, dict) else [] for name, table in tables.items()},
         }
-        is_first, self._is_first = self._is_first, False
+        is_first = self._is_first
+        self._is_first = False
         self._rollout.inputs = [dict(row) for row in inputs]  # copies: TRL adds extra fields
         with self._log_metrics(lambda name: is_first and not _needs_log_probs(name)), patched(self._trainer, replaced):
             samples = self._run_rollout(self._rollout)
         self._without_values, self._rewards = recorder.without_values, recorder.rewards
-        sequences = [
-            [*each.generated[0], *each.generated[1]] for each in recorder.completions
-        ]  # ids, with the prompt's
+        sequences: list[list[int]] = []
+        for completion in recorder.completions:
+            prompt_ids, completion_ids = completion.generated[:2]
+            sequences.append(list(prompt_ids) + list(completion_ids))
         for column, record in self._rollout.records.items():
-            for each, item in zip(recorder.completions, record.take(sequences), strict=True):
-                each.token_values[column] = item
+            for completion, item in zip(recorder.completions, record.take(sequences), strict=True):
+                completion.token_values[column] = item
         return recorder.completions, recorder.rewards, samples
 
     def finish(self, chosen: Sequence[CompletionRecord]) -> dict[str, Any]:
         """Return TRL's samples of the chosen completions, as if they were the only round."""
         trainer = self._trainer
         for column, record in self._rollout.records.items():
-            record.give([each.token_values[column] for each in chosen])
-        for column in {name for each in chosen for name in each.extra}:
-            trainer._pending_extra_logs[column] = [each.extra.get(column) for each in chosen]
-        by_value = zip(self._without_values, zip(*(each.generated for each in chosen), strict=True), strict=True)
-        generated = [without if all(v is None for v in values) else list(values) for without, values in by_value]
-        for column, placeholder in _WITHOUT_VALUE.items():
-            if len(generated) > column and generated[column] is not None:
-                rows = zip(generated[column], generated[1], strict=True)
-                generated[column] = [[placeholder] * len(ids) if row is None else row for row, ids in rows]
+            record.give([completion.token_values[column] for completion in chosen])
+        columns: set[str] = set()
+        for completion in chosen:
+            columns.update(completion.extra)
+        for column in columns:
+            trainer._pending_extra_logs[column] = [completion.extra.get(column) for completion in chosen]
+        generated = self._generated(chosen)
 
         def replay_rewards(*_: object, **__: object) -> Tensor:
-            for function, returned in enumerate(zip(*(each.returned for each in chosen), strict=True)):
+            for function in range(len(chosen[0].returned)):
+                returned: Iterable[Any] = tuple(completion.returned[function] for completion in chosen)
                 for feature in trainer.features:
                     returned = feature.process_rewards(function, returned)
-            return trainer.accelerator.gather(self._rewards.new_tensor([each.rewards for each in chosen]))
+            rewards = [completion.rewards for completion in chosen]
+            return trainer.accelerator.gather(self._rewards.new_tensor(rewards))
 
-        replaced = {"_generate": lambda *_, **__: tuple(generated), "_calculate_rewards": replay_rewards}
-        self._rollout.inputs = [each.inputs for each in chosen]
+        replaced = {"_generate": lambda *_, **__: generated, "_calculate_rewards": replay_rewards}
+        self._rollout.inputs = [completion.inputs for completion in chosen]
         if trainer.environment_factories is not None:  # environments have run, and would give another prompt
-            self._rollout.inputs = [{**each.inputs, "prompt": each.prompt} for each in chosen]
+            self._rollout.inputs = [{**completion.inputs, "prompt": completion.prompt} for completion in chosen]
             replaced |= {"environment_factories": None, "environments": None}
         with self._log_metrics(_needs_log_probs), patched(trainer, replaced):
             return self._run_rollout(self._rollout)
+
+    def _generated(self, chosen: Sequence[CompletionRecord]) -> tuple[Any, ...]:
+        """Return what TRL's `_generate` would have returned for the chosen completions."""
+        completion_ids = [completion.generated[1] for completion in chosen]
+        generated: list[Any] = []
+        for place, without_values in enumerate(self._without_values):
+            values = [completion.generated[place] for completion in chosen]
+            if all(value is None for value in values):
+                generated.append(without_values)
+                continue
+            if place in _WITHOUT_VALUE:
+                for row, ids in enumerate(completion_ids):
+                    if values[row] is None:
+                        values[row] = [_WITHOUT_VALUE[place]] * len(ids)
+            generated.append(values)
+        return tuple(generated)
 
     @contextmanager
     def _log_metrics(self, is_wanted: Callable[[str], bool]) -> Generator[None]:
@@ -122,7 +143,9 @@ class ResampledRollout:
         metrics = self._trainer._metrics["train"]
         before = {name: len(values) for name, values in metrics.items()}
         yield
-        for name in [name for name in metrics if not is_wanted(name)]:
+        for name in list(metrics):
+            if is_wanted(name):
+                continue
             del metrics[name][before.get(name, 0) :]
             if not metrics[name]:
                 del metrics[name]  # TRL would log None
@@ -141,8 +164,11 @@ class _Recorder:
 
     def generate(self, prompts: list[Any], *others: object, **more: object) -> tuple[Any, ...]:
         generated = self._generate(prompts, *others, **more)
-        self._rows = [*zip(*(_rows(values, len(prompts)) for values in generated), strict=True)]
-        self.without_values = [{} if isinstance(values, dict) else values for values in generated]
+        self._rows_by_value: list[list[Any]] = []
+        self.without_values = []
+        for values in generated:
+            self._rows_by_value.append(_rows(values, len(prompts)))
+            self.without_values.append({} if isinstance(values, dict) else values)
         return generated
 
     def record_returned(self, function: int, returned: Iterable[Any]) -> list[Any]:
@@ -153,15 +179,25 @@ class _Recorder:
         self, inputs: list[Any], prompts: list[Any], completions: list[Any], *others: object, **more: object
     ) -> Tensor:
         self.rewards = self._calculate_rewards(inputs, prompts, completions, *others, **more)
-        own = own_rows(self._trainer.accelerator, len(prompts))
-        rewards: list[list[float]] = self.rewards[own].tolist()
-        # modules among the functions return logits to TRL
-        returned = [self._returned.get(number, values) for number, values in enumerate(zip(*rewards, strict=True))]
-        columns = inputs, prompts, completions, self._rows, zip(*returned, strict=True), rewards
-        self.completions = [CompletionRecord(*values) for values in zip(*columns, strict=True)]
+        rows = own_rows(self._trainer.accelerator, len(prompts))
+        rewards: list[list[float]] = self.rewards[rows].tolist()
+        self.completions = []
+        for row, rewards_of_row in enumerate(rewards):
+            returned: list[Any] = []
+            for function, reward in enumerate(rewards_of_row):
+                if function in self._returned:
+                    returned.append(self._returned[function][row])
+                else:  # a module, which returns logits to TRL
+                    returned.append(reward)
+            generated = tuple(values[row] for values in self._rows_by_value)
+            self.completions.append(
+                CompletionRecord(
+                    inputs[row], prompts[row], completions[row], generated, tuple(returned), rewards_of_row
+                )
+            )
         for column, values in self._trainer._pending_extra_logs.items():
-            for each, value in zip(self.completions, values, strict=False):
-                each.extra[column] = value
+            for completion, value in zip(self.completions, values, strict=False):
+                completion.extra[column] = value
         return self.rewards
 
 
@@ -172,8 +208,13 @@ def _rows(values: Any, count: int) -> list[Any]:
     """
     if values is None or isinstance(values, dict) or not len(values):
         return [None] * count
-    # a view would keep the whole tensor alive, and send it to other processes
-    return [row.detach().cpu().clone() if isinstance(row, Tensor) else copy.copy(row) for row in values]
+    rows: list[Any] = []
+    for row in values:
+        if isinstance(row, Tensor):  # a view would keep the whole tensor alive, and send it to other processes
+            rows.append(row.detach().cpu().clone())
+        else:
+            rows.append(copy.copy(row))
+    return rows
 
 
 def _needs_log_probs(metric: str) -> bool:

@@ -28,7 +28,9 @@ def set_model_card(kind: Any, method: str, **paper: str) -> None:
 
 def generated_completions(generated: Any) -> list[list[int]]:
     """Return the completions from what TRL's generation returns: alone, or first beside other values."""
-    return generated[0] if isinstance(generated, tuple) else generated
+    if isinstance(generated, tuple):
+        return generated[0]
+    return generated
 
 
 def generation_interval(trainer: object) -> int:
@@ -64,7 +66,9 @@ def metrics_are_settled(trainer: object) -> bool:
 def metric_count(trainer: object, name: str) -> int:
     """Return how many values of a training metric there are since the last log."""
     metrics = getattr(trainer, "metrics", None)
-    return len(as_trl_trainer(trainer)._metrics["train"].get(name, [])) if metrics is None else metrics.count(name)
+    if metrics is not None:
+        return metrics.count(name)
+    return len(as_trl_trainer(trainer)._metrics["train"].get(name, []))
 
 
 def set_metric(trainer: object, name: str, value: float) -> None:
