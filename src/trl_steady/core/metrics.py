@@ -7,7 +7,7 @@ a log, for a checkpoint, or for a rule that depends on them.
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -61,14 +61,17 @@ class Metrics:
 
         A process whose `mask` is False everywhere counts with 0.
         """
-        total, count, *extremes = self._statistics(values, mask)
-        low, high = (each.where(count > 0, 0) for each in extremes)
-        self._record(names, torch.stack([total / count.clamp(min=1), torch.ones_like(count), low, high]))
+        total, count, low, high = self._statistics(values, mask)
+        mean = total / count.clamp(min=1)
+        low = low.where(count > 0, 0)
+        high = high.where(count > 0, 0)
+        self._record(names, torch.stack([mean, torch.ones_like(count), low, high]))
 
     def _statistics(self, values: Tensor, mask: Tensor) -> Tensor:
         values, mask = self._countable(values, mask)
         values = values.double()
-        low, high = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
+        low = values.where(mask, torch.inf).min()
+        high = values.where(mask, -torch.inf).max()
         return torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])
 
     def _record(self, names: Mapping[str, str], statistics: Tensor) -> None:
@@ -96,20 +99,32 @@ class Metrics:
             quantiles: name -> values. Quantiles are logged as `name_q01` and so on.
             sample_sizes: name -> log-weights. Their effective sample size is logged.
         """
-        kinds = {
-            ("mean", pooling.mean_totals): means,
-            ("min", pooling.greatest): {name: (-values, mask) for name, (values, mask) in (minima or {}).items()},
-            ("max", pooling.greatest): maxima,
-            ("quantiles", pooling.histogram): quantiles,
-            ("size", pooling.sample_size_totals): sample_sizes,
-        }
-        pool = self._pools[self._mode]
-        for (kind, totals), samples in kinds.items():
-            for name, masked in (samples or {}).items():
-                key, new = (kind, name), totals(*self._countable(*masked))
-                pool[key] = new.maximum(pool.get(key, new)) if kind in _SIGNS else new + pool.get(key, 0)
+        for name, (values, mask) in (means or {}).items():
+            self._add_samples(("mean", name), pooling.mean_totals, values, mask)
+        for name, (values, mask) in (minima or {}).items():
+            self._add_samples(("min", name), pooling.greatest, -values, mask)
+        for name, (values, mask) in (maxima or {}).items():
+            self._add_samples(("max", name), pooling.greatest, values, mask)
+        for name, (values, mask) in (quantiles or {}).items():
+            self._add_samples(("quantiles", name), pooling.histogram, values, mask)
+        for name, (values, mask) in (sample_sizes or {}).items():
+            self._add_samples(("size", name), pooling.sample_size_totals, values, mask)
         for name, total in (sums or {}).items():
-            pool["mean", name] = pool.get(("mean", name), 0) + self._countable(total)[0].double()
+            (total,) = self._countable(total)
+            self._add_totals(("mean", name), total.double())
+
+    def _add_samples(
+        self, key: tuple[str, str], compute: Callable[[Tensor, Tensor], Tensor], values: Tensor, mask: Tensor
+    ) -> None:
+        values, mask = self._countable(values, mask)
+        self._add_totals(key, compute(values, mask))
+
+    def _add_totals(self, key: tuple[str, str], totals: Tensor) -> None:
+        pool = self._pools[self._mode]
+        if key[0] in _SIGNS:
+            pool[key] = totals.maximum(pool.get(key, totals))
+        else:
+            pool[key] = totals + pool.get(key, 0)
 
     def forget(self) -> None:
         """Forget everything since the last log."""
@@ -157,17 +172,17 @@ class Metrics:
         is_main = self._source.accelerator.is_main_process
         for key, values in state.items():
             totals = torch.tensor(values, dtype=torch.float64)
-            counts = is_main or key[0] in _SIGNS
-            (self._pools["train"][key],) = self._countable(totals if counts else torch.zeros_like(totals))
+            if not is_main and key[0] not in _SIGNS:  # one process brings what adds up
+                totals = torch.zeros_like(totals)
+            (self._pools["train"][key],) = self._countable(totals)
 
     def _refuse_other_names(self, *names: object) -> None:
         """Raise an error if processes have recorded other metrics, once per run: they would add up different ones."""
         if self._has_compared_names:
             return
         self._has_compared_names = True
-        own = zlib.crc32(repr(names).encode())
-        found: list[int] = gather_object([own])
-        if any(each != found[0] for each in found):
+        hashes: list[int] = gather_object([zlib.crc32(repr(names).encode())])
+        if len(set(hashes)) > 1:
             raise RuntimeError(
                 f"processes have recorded different metrics, and process {self._source.accelerator.process_index} "
                 f"these: {names}. A feature or a script must record the same names on all processes."
@@ -176,7 +191,9 @@ class Metrics:
     def _countable(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return tensors without gradient on the device, or on the CPU if the device may have no float64."""
         device = self._source.accelerator.device
-        return tuple(tensor.detach().to(device if device.type in ("cpu", "cuda") else "cpu") for tensor in tensors)
+        if device.type != "cuda":
+            device = torch.device("cpu")
+        return tuple(tensor.detach().to(device) for tensor in tensors)
 
     @property
     def _mode(self) -> str:
@@ -185,24 +202,29 @@ class Metrics:
     def _exchange(self, mode: str, pool: _Pool) -> _Pool:
         """Hand means to TRL, and return totals over all processes on the CPU: one collective, one transfer."""
         steps = self._steps.pop(mode, [])
-        parts = [step for _, step in steps] + [*pool.values()]
+        parts = [step for _, step in steps]
+        parts += pool.values()
         if not parts:
             return {}
-        each = torch.cat(parts).unsqueeze(0)
+        by_process = torch.cat(parts).unsqueeze(0)
         if self._source.accelerator.num_processes > 1:
-            self._refuse_other_names([tuple(names.values()) for names, _ in steps], [*pool])
-            each = cast(Tensor, self._source.accelerator.gather(each))
-        each = each.cpu()
+            self._refuse_other_names([tuple(names.values()) for names, _ in steps], list(pool))
+            by_process = cast(Tensor, self._source.accelerator.gather(by_process))
+        by_process = by_process.cpu()
         lengths = [len(part) for part in parts]
-        totals, lows, highs = (over.split(lengths) for over in (each.sum(0), each.amin(0), each.amax(0)))
+        totals = by_process.sum(0).split(lengths)
+        lows = by_process.amin(0).split(lengths)
+        highs = by_process.amax(0).split(lengths)
         logged = self._source.logged_values[mode]
         for (names, _), total, low, high in zip(steps, totals, lows, highs, strict=False):
             count = float(total[1])
             values = {"min": float(low[2]), "mean": float(total[0]) / max(count, 1), "max": float(high[3])}
             for statistic, name in names.items():
                 logged[name].append(values[statistic])
-        pooled = zip(pool, totals[len(steps) :], highs[len(steps) :], strict=True)
-        return {key: high if key[0] in _SIGNS else total for key, total, high in pooled}
+        pooled: _Pool = {}
+        for key, total, high in zip(pool, totals[len(steps) :], highs[len(steps) :], strict=True):
+            pooled[key] = high if key[0] in _SIGNS else total
+        return pooled
 
 
 def _plain(value: Any) -> Any:
@@ -217,7 +239,10 @@ def _summary(pool: _Pool) -> Iterator[tuple[str, float]]:
         elif kind == "size":
             yield name, pooling.effective_sample_size(totals)
         elif kind in _SIGNS:
-            yield name, _SIGNS[kind] * float(totals) if totals > -torch.inf else float("nan")
+            if totals > -torch.inf:
+                yield name, _SIGNS[kind] * float(totals)
+            else:
+                yield name, float("nan")
         else:
             for suffix, share in _QUANTILES.items():
                 yield f"{name}_{suffix}", pooling.quantile(totals, share)

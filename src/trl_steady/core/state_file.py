@@ -15,9 +15,14 @@ _NUMBERS_AND_TEXT: list[Any] = [int, float, complex, str, bytes]
 _KEPT = {type(None), bool, *_NUMBERS_AND_TEXT, bytearray, PosixPath, WindowsPath}
 # what pickles of paths, arrays and NumPy's numbers call
 _CALLED: list[Any] = [
-    *(PosixPath, WindowsPath, np.ndarray, np.dtype, np.ones(1).__reduce__()[0], np.float64(0).__reduce__()[0]),
-    *{type(np.dtype(kind)) for kind in np.sctypeDict.values()},
+    PosixPath,
+    WindowsPath,
+    np.ndarray,
+    np.dtype,
+    np.ones(1).__reduce__()[0],
+    np.float64(0).__reduce__()[0],
 ]
+_CALLED.extend({type(np.dtype(kind)) for kind in np.sctypeDict.values()})
 
 
 def write_state(state: object, file: Path) -> None:

@@ -38,8 +38,11 @@ class TensorFile:
 
 def refuse_other_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]], source: str) -> None:
     """Raise a ValueError if tensors from a source have other names or shapes than a model's."""
-    found = {(name, *tensor.shape) for name, tensor in tensors.items()}
-    if differing := {name for name, *_ in found ^ {(name, *shape) for name, shape in expected.items()}}:
+    differing = set(tensors.keys() ^ expected.keys())
+    for name in tensors.keys() & expected.keys():
+        if tuple(tensors[name].shape) != tuple(expected[name]):
+            differing.add(name)
+    if differing:
         raise ValueError(
             f"{source} holds other weights: {len(differing)} tensors differ in name or shape, for example "
             f"{min(differing)}. Give the model and the LoRA configurations (peft_config, value_peft_config) of the "

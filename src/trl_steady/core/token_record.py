@@ -43,7 +43,7 @@ class TokenRecord:
         """Add the values of a turn: (T, *) for each of its sequences, or (T - 1, *) without the last token."""
         sequences: list[Traced] = []
         for prompt, completion, of_tokens in zip(turn.prompt_ids, turn.completion_ids, values, strict=True):
-            sequences.append(Traced([*prompt, *completion], of_tokens))
+            sequences.append(Traced(list(prompt) + list(completion), of_tokens))
         self.turns.append(sequences)
 
     def aligned(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
