@@ -24,7 +24,7 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.losses import LOSSES, Loss
 
 _LOSS = Range(  # a script may add some
-    LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]}
+    LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": list(LOSSES)}
 )
 _TOKEN_SCALE_EPSILON = 1e-2  # clip ranges from here on are those of token ratios
 
@@ -166,8 +166,10 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     def _fill_unset(self) -> None:
         loss = self.loss
         if self.epsilon is None:
-            own = loss.epsilon(self) if callable(loss.epsilon) else loss.epsilon
-            self.epsilon = _TRLConfig.epsilon if own is None else own
+            epsilon = loss.epsilon
+            if callable(epsilon):
+                epsilon = epsilon(self)
+            self.epsilon = _TRLConfig.epsilon if epsilon is None else epsilon
             if self.epsilon_high is None:
                 self.epsilon_high = loss.epsilon_high
         if self.importance_sampling_level is None:
@@ -228,7 +230,9 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     @property
     def _never_off_sampler(self) -> Idle | None:
         """Reason why each update is of the policy that sampled; None without one."""
-        why = None if self.use_vllm else self._never_off_policy
+        if self.use_vllm:
+            return None
+        why = self._never_off_policy
         if why is None:
             return None
         return why._replace(because=f"{why.because}, unless a rollout_func generates")

@@ -107,12 +107,12 @@ def marked(config: type, kind: type[_T]) -> dict[str, _T]:
 @cache
 def own_options(config: type, *others: str) -> dict[str, Any]:
     """Return the options that trl-steady adds or changes, and others, in the order of the config, with their types."""
-    names = {*others}
+    names = set(others)
     for owner in config.__mro__:
         if owner.__module__.startswith("trl_steady."):
             names.update(inspect.get_annotations(owner))
     types = get_type_hints(config)
-    return {each.name: types[each.name] for each in fields(config) if each.name in names}
+    return {setting.name: types[setting.name] for setting in fields(config) if setting.name in names}
 
 
 # checks
@@ -126,9 +126,10 @@ def refuse_unknown(config: type, given: Iterable[str]) -> None:
             return
     for name in given:
         if name not in known:
-            meant = get_close_matches(name, known, 1)
-            suggestion = f" Did you mean {meant[0]}?" if meant else ""
-            raise TypeError(f"{config.__name__} has no option {name}.{suggestion}")
+            message = f"{config.__name__} has no option {name}."
+            for similar in get_close_matches(name, known, 1):
+                message += f" Did you mean {similar}?"
+            raise TypeError(message)
 
 
 def refuse_invalid(config: object, ranges: Mapping[str, Range]) -> None:
@@ -148,12 +149,15 @@ def refuse_invalid(config: object, ranges: Mapping[str, Range]) -> None:
             continue
         choices = _choices(kinds)
         if choices:
-            is_valid, valid = value in choices, f"one of {', '.join(map(repr, choices))}"
+            is_valid = value in choices
+            valid = f"one of {', '.join(map(repr, choices))}"
         else:
-            is_valid, valid = _has(ranges[name], value), ranges[name].words
+            is_valid = _has(ranges[name], value)
+            valid = ranges[name].words
         if not is_valid:
-            suffix = ", or None" if NoneType in kinds else ""
-            raise ValueError(f"{name}={value!r} cannot work. Set {name} to {valid}{suffix}.")
+            if NoneType in kinds:
+                valid += ", or None"
+            raise ValueError(f"{name}={value!r} cannot work. Set {name} to {valid}.")
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
@@ -167,7 +171,9 @@ def _choices(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the values that types list; nothing if they list none."""
     if bool in kinds:
         return (True, False)
-    return get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ()
+    if get_origin(kinds[0]) is Literal:
+        return get_args(kinds[0])
+    return ()
 
 
 def _has(valid: Range, value: object) -> bool:
@@ -201,4 +207,6 @@ def _on(name: str, off: object) -> str:
     """Return how to switch on an option that has the value `off`, such as "beta above 0"."""
     if off is None:
         return name
-    return f"{name}=True" if isinstance(off, bool) else f"{name} above 0"
+    if isinstance(off, bool):
+        return f"{name}=True"
+    return f"{name} above 0"

@@ -123,7 +123,8 @@ class PPOConfig(GRPOConfig):
 
     def _run_trl_checks(self) -> None:
         given = self.num_generations
-        self.num_generations = _OneCompletion(1) if given == 1 else given
+        if given == 1:
+            self.num_generations = _OneCompletion(1)
         try:
             super()._run_trl_checks()
         finally:

@@ -14,7 +14,17 @@ Schema = dict[str, Any]
 
 
 def _any_case(*words: str) -> str:
-    return "|".join("".join(f"[{c.upper()}{c}]" if c.isalpha() else c for c in word) for word in words)
+    """Return a pattern for words, with letters of any case."""
+    patterns: list[str] = []
+    for word in words:
+        pattern = ""
+        for character in word:
+            if character.isalpha():
+                pattern += f"[{character.upper()}{character}]"
+            else:
+                pattern += character
+        patterns.append(pattern)
+    return "|".join(patterns)
 
 
 # Python's types -> the type in JSON, and the strings that the parser turns into it. YAML 1.1 takes 1e-5 for a string,
@@ -30,30 +40,38 @@ _JSON: dict[type[Any], str] = {str: "string", list: "array", tuple: "array", dic
 def properties(kind: type[Any]) -> dict[str, Schema]:
     """Return the schema of each option of a dataclass, by name. Ranges are those of our configs."""
     types = get_type_hints(kind)
-    ranges = marked(kind, Range) if issubclass(kind, SharedOptions) else {}
-    return {
-        each.name: {
-            **values(types[each.name], each.metadata.get("choices")),
-            **(ranges[each.name].keywords if each.name in ranges else {}),
-            **_about(each),
-        }
-        for each in fields(kind)
-        if each.init
-    }
+    ranges: Mapping[str, Range] = {}
+    if issubclass(kind, SharedOptions):
+        ranges = marked(kind, Range)
+    found: dict[str, Schema] = {}
+    for option in fields(kind):
+        if not option.init:
+            continue
+        schema = values(types[option.name], option.metadata.get("choices"))
+        if option.name in ranges:
+            schema.update(ranges[option.name].keywords)
+        schema.update(_about(option))
+        found[option.name] = schema
+    return found
 
 
 def values(annotation: object, choices: Iterable[object] | None = None, *, in_list: bool = False) -> Schema:
     """Return the schema of an option's values. In a list, the parser reads no strings."""
     origin = get_origin(annotation)
-    kinds: tuple[object, ...] = (annotation,) if origin in (None, Literal, list, tuple, dict) else get_args(annotation)
-    null = [None] if NoneType in kinds else []
+    kinds: tuple[object, ...] = get_args(annotation)  # of a union
+    if origin in (None, Literal, list, tuple, dict):
+        kinds = (annotation,)
+    may_be_none = NoneType in kinds
     for kind in kinds:
         if get_origin(kind) is Literal and str not in kinds:
             choices = get_args(kind)
         elif isinstance(kind, type) and issubclass(kind, Enum):
-            choices = [each.value for each in kind]
+            choices = [member.value for member in kind]
     if choices is not None:
-        return {"enum": [*choices, *null]}
+        valid = list(choices)
+        if may_be_none:
+            valid.append(None)
+        return {"enum": valid}
     names: list[str] = []
     found: Schema = {"type": names}
     for kind in kinds:
@@ -63,7 +81,9 @@ def values(annotation: object, choices: Iterable[object] | None = None, *, in_li
             names.append(name)
             if str not in kinds and not in_list:
                 names.append("string")
-                found["pattern"] = f"^({text}{'|' + _any_case('none', 'null') if null and base is not bool else ''})$"
+                if may_be_none and base is not bool:
+                    text += f"|{_any_case('none', 'null')}"
+                found["pattern"] = f"^({text})$"
                 found["patternErrorMessage"] = f"Expected a value of type {name}."  # of yaml-language-server
         elif base in _JSON or is_dataclass(base):
             names.append(_JSON.get(base, "object"))
@@ -81,24 +101,34 @@ def values(annotation: object, choices: Iterable[object] | None = None, *, in_li
 def merged(schemas: Iterable[Mapping[str, Schema]]) -> dict[str, Schema]:
     """Return the options of several dataclasses. Values may have the type that any of them gives to an option."""
     found: dict[str, Schema] = {}
-    for name, new in (item for each in schemas for item in each.items()):
-        old = found.get(name, new)
-        both = {**new, **old}  # so that a range of one is that of all
-        both |= {key: [*dict.fromkeys([*old[key], *new[key]])] for key in old.keys() & new.keys() & {"type", "enum"}}
-        if "pattern" in both:  # the one for None too
-            both["pattern"] = max(old.get("pattern", ""), new.get("pattern", ""), key=len)
-        differ = {"default"} if old.get("default") != new.get("default") else set[str]()
-        differ |= (old.keys() ^ new.keys()) & {"enum"}  # choices of one script
-        found[name] = {key: value for key, value in both.items() if key not in differ}
+    for schema in schemas:
+        for name, new in schema.items():
+            found[name] = _union(found.get(name, new), new)
     return found
 
 
-def _about(each: "Field[Any]") -> Schema:
+def _union(old: Schema, new: Schema) -> Schema:
+    """Return the schema of an option that two dataclasses have."""
+    both = {**new, **old}  # so that a range of one is that of all
+    for key in ("type", "enum"):
+        if key in old and key in new:
+            both[key] = list(dict.fromkeys(old[key] + new[key]))
+    if "pattern" in both:  # the one for None too
+        both["pattern"] = max(old.get("pattern", ""), new.get("pattern", ""), key=len)
+    if old.get("default") != new.get("default"):
+        both.pop("default", None)
+    if ("enum" in old) != ("enum" in new):  # choices of one script
+        del both["enum"]
+    return both
+
+
+def _about(option: "Field[Any]") -> Schema:
     """Return the first sentence of the help, and the default, if JSON has it."""
     about: Schema = {}
-    if text := each.metadata.get("help"):
+    text = option.metadata.get("help")
+    if text:
         about["description"] = re.split(r"(?<=[^.]..[.])\s", " ".join(text.split()), maxsplit=1)[0]
-    default = getattr(each.default, "value", each.default)
+    default = getattr(option.default, "value", option.default)
     if default is None or isinstance(default, (bool, int, float, str)):
         about["default"] = default
     return about

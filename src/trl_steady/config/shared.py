@@ -207,7 +207,7 @@ class SharedOptions(EngineOptions):
     @property
     def doubts(self) -> list[str]:
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
-        messages = [*self.idle_options.values()]
+        messages = list(self.idle_options.values())
         if self.keep_sampling_mask and self.weightings:  # the temperature of generation_kwargs may be one of them
             messages.append(
                 f"{', '.join(self.weightings)} also changes the probabilities of the kept tokens, and ratios include "
@@ -220,10 +220,13 @@ class SharedOptions(EngineOptions):
         """Options that are set and have no effect, each with a warning that says why and what to do."""
         messages: dict[str, str] = {}
         for name, idle in self._idle_because().items():
-            value, default = getattr(self, name), getattr(type(self), name)
+            value = getattr(self, name)
+            default = getattr(type(self), name)
             if idle is None or value is None or value is False or value == default:
                 continue
-            fix = f"{idle.fix}, or leave it unset" if idle.fix else "Leave it unset"
+            fix = "Leave it unset"
+            if idle.fix:
+                fix = f"{idle.fix}, or leave it unset"
             messages[name] = f"{name}={value!r} has no effect because {idle.because}. {fix}."
         return messages
 
@@ -333,19 +336,23 @@ class SharedOptions(EngineOptions):
         if self.neftune_noise_alpha is not None:
             return f"neftune_noise_alpha={self.neftune_noise_alpha}, whose noise is another one in each pass"
         name = _KL_IN_REWARD.get(self.METHOD, "")
-        if coefficient := getattr(self, name, 0.0):
+        coefficient = getattr(self, name, 0.0)
+        if coefficient:
             return f"{name}={coefficient}: the KL in the reward needs these log-probs"
         return None
 
     @property
     def options_in_rollout(self) -> list[str]:
         """Names of trl-steady's options that shape a rollout as they are set now, or the objective of its updates."""
-        needs, found = marked(type(self), Needs), list[str]()
+        needs = marked(type(self), Needs)
+        names: list[str] = []
         for name, mark in marked(type(self), InRollout).items():
-            needed = needs[name].names if name in needs else ()
-            if first_disabled(self, *mark.only_with, *needed) is None:
-                found.append(name)
-        return found
+            needed = list(mark.only_with)
+            if name in needs:
+                needed += needs[name].names
+            if first_disabled(self, *needed) is None:
+                names.append(name)
+        return names
 
     @property
     def over_all_sequences(self) -> list[str]:
@@ -368,7 +375,9 @@ class SharedOptions(EngineOptions):
     def steps_in_backward(self) -> str | None:
         """Name of the optimizer if it takes its steps inside backward, else None."""
         name = getattr(self.optim, "value", self.optim)  # of an enumeration
-        return name if name in ("lomo", "adalomo") or name.endswith("_layerwise") else None
+        if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
+            return name
+        return None
 
     # sampling
 
