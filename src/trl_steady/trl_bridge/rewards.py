@@ -52,7 +52,8 @@ def read_rewards(
     trainer: Trainer, read: Callable[[Tensor, list[Any], list[list[int]]], None]
 ) -> AbstractContextManager[None]:
     """Call `read` with the rewards that TRL's rollout gets, the completions and their token ids."""
-    calculate, pending = as_trl_trainer(trainer)._calculate_rewards, as_trl_trainer(trainer)._pending_extra_logs
+    calculate = as_trl_trainer(trainer)._calculate_rewards
+    pending = as_trl_trainer(trainer)._pending_extra_logs
 
     def calculate_and_read(
         inputs: object, prompts: list[Any], completions: list[Any], ids: list[Any], *args: object, **kwargs: object
@@ -76,7 +77,8 @@ def with_exact_zeros(trainer: Trainer, run_rollout: Callable[[], dict[str, Any]]
 
     def exact(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
         compared.append(values)
-        std, is_equal = deviation(values, dim, keepdim), all_equal(values, dim, keepdim=keepdim)
+        std = deviation(values, dim, keepdim)
+        is_equal = all_equal(values, dim, keepdim=keepdim)
         if keepdim:  # only normalize_then_sum keeps it. It divides by the result, and infinity leaves exactly 0
             return std.masked_fill(is_equal, torch.inf)
         return std * ~is_equal
@@ -114,4 +116,6 @@ def give_rewards(
 
 def group_size(trainer: Trainer) -> int:
     """Return the number of completions of a prompt, in training or in an evaluation."""
-    return trainer.num_generations if trainer.model.training else as_trl_trainer(trainer).num_generations_eval
+    if trainer.model.training:
+        return trainer.num_generations
+    return as_trl_trainer(trainer).num_generations_eval

@@ -20,28 +20,40 @@ PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extr
 def refuse_wrong_columns(trainer: Trainer) -> None:
     """Refuse a dataset whose columns do not fit TRL or the reward functions, unless a rollout may have others."""
     dataset = trainer.train_dataset
-    # another class, a transform or a collator may add columns; a stream may not know its own
-    is_plain = type(dataset) in (Dataset, IterableDataset) and getattr(dataset, "format", {}).get("type") != "custom"
-    is_plain = is_plain and getattr(as_trl_trainer(trainer).data_collator, "__name__", "") == "identity"  # TRL's
-    columns: Sequence[str] = (dataset.column_names or ()) if is_plain else ()
-    is_open = trainer.environment_factories is not None or overrides(trainer, "data", "generation")
-    if not columns or trainer.args.remove_unused_columns or is_open:
+    # another class, a transform or a collator may add columns
+    if type(dataset) not in (Dataset, IterableDataset) or getattr(dataset, "format", {}).get("type") == "custom":
+        return
+    if getattr(as_trl_trainer(trainer).data_collator, "__name__", "") != "identity":  # TRL's
+        return
+    columns: Sequence[str] = dataset.column_names or ()
+    if not columns or trainer.args.remove_unused_columns:  # a stream may not know its columns
+        return
+    if trainer.environment_factories is not None or overrides(trainer, "data", "generation"):
         return
     messages: list[str] = []
     if "prompt" not in columns:
         rename = f"train_dataset.rename_column({columns[0]!r}, 'prompt')"
         messages.append(f"train_dataset has no column 'prompt', but {', '.join(columns)}. Rename one: {rename}.")
-    if (factors := getattr(trainer.args, "beta_column", None)) not in (None, *columns):
-        messages.append(f"train_dataset has no column {factors!r}, but {', '.join(columns)}. Set beta_column to one.")
-    passed = [*PASSED, *(name for name in columns if name not in ("prompt", "completion"))]
+    beta_column = getattr(trainer.args, "beta_column", None)
+    if beta_column is not None and beta_column not in columns:
+        messages.append(
+            f"train_dataset has no column {beta_column!r}, but {', '.join(columns)}. Set beta_column to one."
+        )
+    passed = list(PASSED)
+    passed += [name for name in columns if name not in ("prompt", "completion")]
     for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
         if isinstance(function, torch.nn.Module):
             continue
-        taken = sorted({"prompts", "completions"}.intersection(columns))
-        messages += [f"train_dataset has a column {each!r}, as TRL names all {each}. Rename it." for each in taken]
-        for each in _required(function) - {*passed} if trainer.rollout_func is None else ():
-            meant = "".join(f" Did you mean {close!r}?" for close in get_close_matches(each, passed, 1))
-            messages.append(f"reward function {name!r} asks for {each!r}. TRL passes {', '.join(passed)}.{meant}")
+        for column in ("completions", "prompts"):
+            if column in columns:
+                messages.append(f"train_dataset has a column {column!r}, as TRL names all {column}. Rename it.")
+        if trainer.rollout_func is not None:  # it may return further columns
+            continue
+        for missing in _required(function).difference(passed):
+            message = f"reward function {name!r} asks for {missing!r}. TRL passes {', '.join(passed)}."
+            for close in get_close_matches(missing, passed, 1):
+                message += f" Did you mean {close!r}?"
+            messages.append(message)
     if messages:
         raise ValueError(" ".join(messages))
 
@@ -52,8 +64,12 @@ def _required(function: Callable[..., object]) -> set[str]:
         parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     except Exception:  # a user's object may do anything when it is looked at
         return set()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {each.name for each in parameters if each.default is each.empty and each.kind in named}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required: set[str] = set()
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.kind in by_name:
+            required.add(parameter.name)
+    return required
 
 
 def refuse_small_dataset(trainer: Trainer) -> None:
@@ -80,13 +96,16 @@ def checked_rollout_func(function: Callable[..., Any]) -> Callable[..., Any]:
         names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
         columns = {name: list(output[name]) for name in names if output.get(name) is not None}
         lengths = {name: list(map(len, column)) for name, column in columns.items() if name != "prompt_ids"}
-        answers = lengths.get("completion_ids", [])  # TRL names a column that is missing
-        for name, found in lengths.items():
-            if answers and (found != answers or len(answers) != len(prompts) or 0 in answers):
+        of_completions = lengths.get("completion_ids", [])
+        if not of_completions:  # TRL names a column that is missing
+            return {**output, **columns}
+        has_right_count = len(of_completions) == len(prompts) and 0 not in of_completions
+        for name, of_column in lengths.items():
+            if of_column != of_completions or not has_right_count:
                 raise ValueError(
-                    f"rollout_func returned {name} of lengths {found}, and completion_ids of lengths {answers} for "
-                    f"{len(prompts)} prompts. Return one completion of one token or more for each prompt, which TRL "
-                    "has repeated num_generations times, and one value for each token."
+                    f"rollout_func returned {name} of lengths {of_column}, and completion_ids of lengths "
+                    f"{of_completions} for {len(prompts)} prompts. Return one completion of one token or more for "
+                    "each prompt, which TRL has repeated num_generations times, and one value for each token."
                 )
         return {**output, **columns}
 
