@@ -26,9 +26,12 @@ class NonfiniteSteps(Feature):
 
     def on_init_end(self) -> None:
         """Begin to count, also in a run that is resumed: what made steps fail may have been mended."""
-        self._limit = None if self.trainer.accelerator.mixed_precision == "fp16" else self.args.skip_nonfinite_steps
-        self._in_a_row, self._figures = Counter[str](), dict[str, Tensor]()
-        self._norms = list[tuple[str, torch.nn.Parameter, Tensor]]()
+        self._limit = self.args.skip_nonfinite_steps
+        if self.trainer.accelerator.mixed_precision == "fp16":
+            self._limit = None
+        self._in_a_row = Counter[str]()
+        self._figures: dict[str, Tensor] = {}
+        self._norms: list[tuple[str, torch.nn.Parameter, Tensor]] = []
         self._held = ExitStack()  # of a step that is left out
 
     def around_loss(self, loss: LossPass, call_next: Callable[[LossPass], Tensor]) -> Tensor:
@@ -46,18 +49,27 @@ class NonfiniteSteps(Feature):
 
     def on_backward_end(self) -> None:
         """Keep the norm of each gradient: clipping by a norm of NaN makes NaN of all gradients."""
-        named = [] if self._limit is None else self.trainer.model.named_parameters()
-        self._norms = [(name, own, own.grad.norm()) for name, own in named if own.grad is not None]
+        self._norms = []
+        if self._limit is None:
+            return
+        for name, parameter in self.trainer.model.named_parameters():
+            if parameter.grad is not None:
+                self._norms.append((name, parameter, parameter.grad.norm()))
 
     def around_grad_norm(self, model: torch.nn.Module, call_next: Callable[[torch.nn.Module], Any]) -> Any:
         """Read the norm, which transformers then logs, and leave the step out if it is not finite."""
-        norm, figures, self._figures = call_next(model), self._figures, {}
+        norm = call_next(model)
+        figures = self._figures
+        self._figures = {}
         if self._limit is None or norm is None:
             return norm
-        norm = float(whole(norm)) if isinstance(norm, Tensor) else norm
-        # the gradients of a critic's adapter are gone by now
-        named = ((name, each) for name, own, each in self._norms if own.grad is not None)
-        if not self.admits("policy", norm, named, **figures):
+        if isinstance(norm, Tensor):
+            norm = float(whole(norm))
+        norms: list[tuple[str, Tensor]] = []
+        for name, parameter, norm_of_gradient in self._norms:
+            if parameter.grad is not None:  # a critic's adapter has none by now
+                norms.append((name, norm_of_gradient))
+        if not self.admits("policy", norm, norms, **figures):
             self._held.enter_context(hold_step(self.trainer))
         return norm
 
@@ -73,23 +85,36 @@ class NonfiniteSteps(Feature):
         """Return True if a step with this gradient norm is taken. Otherwise count it, and print what is not finite.
 
         Waits for the device. Raises a FloatingPointError at the last step in a row that may be left out.
+
+        Args:
+            owner: "policy", or the model that has this optimizer.
+            norm: Norm of all gradients.
+            named: Name -> gradient of each parameter, or its norm.
+            figures: Name -> scalar of this process. The largest of all processes is printed.
         """
         if self._limit is None or math.isfinite(norm):
             self._in_a_row[owner] = 0
             return True
-        trainer, gather = self.trainer, cast(Any, self.trainer.accelerator).gather
+        trainer = self.trainer
+        gather = cast(Any, trainer.accelerator).gather
         self._in_a_row[owner] += 1
         counts = trainer.logged_values["train"]["steps/nonfinite"]
         counts[:] = [sum(counts) + 1]  # since the last log
-        shown = [f"{name} {gather(each).max():.4g}" for name, each in figures.items()]
-        shown += [name for name, each in named if not math.isfinite(whole(each.norm()))][:3]
+        shown: list[str] = []
+        for name, figure in figures.items():
+            shown.append(f"{name} {gather(figure).max():.4g}")
+        # all of them, also beyond the third: `whole` is a collective
+        nonfinite = [name for name, gradient in named if not math.isfinite(whole(gradient.norm()))]
+        shown += nonfinite[:3]
         what = f"step {trainer.state.global_step + 1} of the {owner}: gradient norm {norm:.4g}, {', '.join(shown)}"
         trainer.accelerator.print(f"trl-steady leaves out {what}", flush=True)
         if self._in_a_row[owner] < self._limit:
             return False
-        saved = self.trainer.last_checkpoint
-        then = f"resume from the last complete checkpoint: {saved}" if saved else "begin again: none has been saved"
+        saved = trainer.last_checkpoint
+        then = "begin again: no checkpoint has been saved"
+        if saved:
+            then = f"resume from the last complete checkpoint: {saved}"
         raise FloatingPointError(
-            f"skip_nonfinite_steps={self._limit}: as many steps in a row are not finite. The last is {what}. Lower "
-            f"learning_rate, and {then}"
+            f"{self._limit} optimizer steps in a row had a NaN or infinite gradient "
+            f"(skip_nonfinite_steps={self._limit}). The last is {what}. Lower learning_rate, and {then}"
         )
