@@ -84,7 +84,7 @@ def test_one_warning_names_the_overrides_and_what_they_keep_from_acting(
     with pytest.warns(UserWarning, match=r"without super\(\)") as caught:
         build(Below, models["dense"], tmp_path, loss_type="gspo", trim_padding=False)
     (said,) = [str(each.message) for each in caught if "super" in str(each.message)]
-    assert re.search(r"Own\._compute_loss may keep these from acting: GSPO: loss_type='gspo'\. Call super\(\)", said)
+    assert re.search(r"Own\._compute_loss, these may have no effect: GSPO: loss_type='gspo'\. Call super\(\)", said)
     assert "Below" not in said
 
 
