@@ -1,4 +1,4 @@
-"""Asynchronous generation: a server generates the next rollout while the trainer trains on this one."""
+"""Generate ahead: a server generates the next rollout while the trainer trains on this one."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from trl_steady.config.grpo import GRPOConfig
 from trl_steady.core.engine import GenerationResult, SendRequest
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import MicroBatches, Rollout, Turn
-from trl_steady.trl_bridge.generate_ahead import PendingRequest, PromptPrefetcher, build_request, respond_with
+from trl_steady.trl_bridge.generate_ahead import BatchesAhead, PendingRequest, build_request, respond_with
 from trl_steady.trl_bridge.vllm import first_reason
 
 _FILE = "ahead.pt"
@@ -29,12 +29,13 @@ class GenerateAhead(Feature):
 
     def __init__(self, trainer: Trainer, args: GRPOConfig) -> None:
         super().__init__(trainer, args)
-        self._prompts = PromptPrefetcher(trainer)
+        self._batches = BatchesAhead(trainer)
         self._rows: list[Any] | None = None  # of the rollout in progress, until its first generation
         self._pending: PendingRequest | None = None  # on the main process
         self._loaded: PendingRequest | None = None
         self._is_resumed = False  # until the first rollout after a resume with a result
-        self._version, self._synced = 0, -1  # of the policy on the server, and the step of its sync
+        self._version = 0  # of the policy on the server
+        self._synced = -1  # step in which it was sent there
 
     def on_init_end(self) -> None:
         """Refuse what uses the server in another way. Warn if nothing corrects for the lag."""
@@ -42,15 +43,14 @@ class GenerateAhead(Feature):
         self._is_on = args.async_generate  # read once: switched off in mid-run, it would lose the batches read ahead
         if not self._is_on:
             return
-        reasons = {
-            "a rollout_func asks the server itself": trainer.rollout_func is not None,
-            "environments would begin the next episode before this one ends": trainer.environment_factories,
-            "an agent's later turns would be of a newer policy than its first": trainer.tools,
-        }
-        for reason, is_so in reasons.items():
-            self.refuse(_OPTION, reason if is_so else None)
-        by_ratio = args.vllm_importance_sampling_correction or args.sampler_options or args.loss.to_sampler
-        if not by_ratio and args.off_policy_mask_threshold is None:
+        if trainer.rollout_func is not None:
+            self.refuse(_OPTION, "a rollout_func asks the server itself")
+        if trainer.environment_factories:
+            self.refuse(_OPTION, "environments would begin the next episode before this one ends")
+        if trainer.tools:
+            self.refuse(_OPTION, "a newer policy would sample an agent's later turns than its first")
+        has_ratio = args.vllm_importance_sampling_correction or args.sampler_options or args.loss.to_sampler
+        if not has_ratio and args.off_policy_mask_threshold is None:
             self.warn(
                 f"{_OPTION}: completions are of the policy one rollout before, and nothing corrects for that. Leave "
                 "vllm_importance_sampling_correction=True, or set off_policy_mask_threshold."
@@ -59,8 +59,11 @@ class GenerateAhead(Feature):
 
     def on_train_begin(self) -> None:
         """Count versions from the checkpoint's, or anew. Warn if no rollout can be asked ahead."""
-        self._version, self._synced = 0, -1 if self._loaded is None else self._loaded.step
-        if self._is_on and not self._prompts.can_read_ahead:
+        self._version = 0
+        self._synced = -1
+        if self._loaded is not None:
+            self._synced = self._loaded.step
+        if self._is_on and not self._batches.can_read_ahead:
             self.warn(
                 f"{_OPTION}: each epoch has one rollout only, and nothing is asked before its epoch begins, so the "
                 "option has no effect. Repeat the rows of train_dataset, or take smaller rollouts."
@@ -69,7 +72,8 @@ class GenerateAhead(Feature):
     def on_epoch_begin(self) -> None:
         """Forget the rows and the request that the last epoch has left: it may have stopped early."""
         self._drop()
-        self._pending, self._loaded = self._loaded, None
+        self._pending = self._loaded
+        self._loaded = None
 
     def on_train_end(self, best: Path | None) -> None:
         """Wait for a result that nobody needs: a training may stop early."""
@@ -77,7 +81,8 @@ class GenerateAhead(Feature):
 
     def _drop(self) -> None:
         self._wait()
-        self._pending, self._prompts = None, PromptPrefetcher(self.trainer)
+        self._pending = None
+        self._batches = BatchesAhead(self.trainer)
 
     def _wait(self) -> None:
         if self._pending is not None:
@@ -87,52 +92,70 @@ class GenerateAhead(Feature):
         """Keep the version of a request on the server. The same policy may be sent twice, as after a resume."""
         self._wait()
         step = self.trainer.state.global_step
-        self._version, self._synced = self._version + (step != self._synced), step
+        if step != self._synced:
+            self._version += 1
+        self._synced = step
 
     def around_batches(self, batches: MicroBatches, call_next: Callable[[MicroBatches], Any]) -> Any:
         """Let batches be read ahead."""
-        return call_next(self._prompts.begin_step(batches) if self._is_on else batches)
+        if self._is_on:
+            batches = self._batches.begin_step(batches)
+        return call_next(batches)
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Note the rows of a rollout in training. Further rounds of dynamic sampling generate as usual."""
-        self._rows = rollout.inputs if self._is_on and self.trainer.model.training else None
+        self._rows = None
+        if self._is_on and self.trainer.model.training:
+            self._rows = rollout.inputs
         return call_next(rollout)
 
     def around_generate(self, turn: Turn, call_next: Callable[[Turn], Any]) -> Any:
         """Let a rollout's first generation get its result from ahead, and then send the next rollout's request."""
         if turn.rollout is None or self._rows is None:
             return call_next(turn)
-        rows, self._rows = self._rows, None
+        rows = self._rows
+        self._rows = None
         self._wait()
         self._raise_error()
-        turn.rollout.from_checkpoint, self._is_resumed = self._is_resumed, False
+        turn.rollout.from_checkpoint = self._is_resumed
+        self._is_resumed = False
         self._sums = torch.zeros(3, 2)
         with respond_with(self.trainer, self._respond):
             generated = call_next(turn)
-        names = ("versions_behind", "waited", "overlap")
-        self.trainer.metrics.pooled(sums={f"async/{name}": each for name, each in zip(names, self._sums, strict=True)})
+        behind, waited, overlap = self._sums
+        sums = {"async/versions_behind": behind, "async/waited": waited, "async/overlap": overlap}
+        self.trainer.metrics.pooled(sums=sums)
         self._send_next(rows)
         return generated
 
     def _send_next(self, rows: list[Any]) -> None:
         """Send the request for the rollout after that of `rows`."""
-        position = self._prompts.position(rows)
-        if first_reason(_OPTION if position is None else None) or position is None:
+        position = self._batches.position(rows)
+        is_unknown = _any_process(position is None)
+        if is_unknown or position is None:
             self.warn(
                 f"{_OPTION}: the rows of a rollout are not those that transformers drew, so the next one is not asked "
                 "ahead. Let a subclass hand on the list that it gets."
             )
             return
-        next_rows = self._prompts.next_rollout(position)
-        request = {} if next_rows is None else build_request(self.trainer, next_rows)
-        if request:
+        next_rows = self._batches.next_rollout(position)
+        if next_rows is None:
+            return
+        request = build_request(self.trainer, next_rows)
+        if request:  # on the main process
             self._pending = PendingRequest(self.trainer.vllm_generation, request, self._version)
             self._pending.start()
 
     def _raise_error(self) -> None:
         """Raise the error of a request on all processes, which would wait for the main one."""
-        error = None if self._pending is None else self._pending.error
-        if message := first_reason(None if error is None else f"{type(error).__name__}: {error}"):
+        error: BaseException | None = None
+        message: str | None = None
+        if self._pending is not None:
+            error = self._pending.error
+        if error is not None:
+            message = f"{type(error).__name__}: {error}"
+        message = first_reason(message)
+        if message:
             self._pending = None
             raise RuntimeError(
                 f"{_OPTION}: the server has failed at step {self.trainer.state.global_step}, asked for the next "
@@ -141,9 +164,11 @@ class GenerateAhead(Feature):
 
     def _respond(self, send: SendRequest, request: Mapping[str, Any]) -> GenerationResult:
         """Return the result from ahead if the request is the same."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None and pending.result is not None and pending.matches(request):
-            hidden, behind = max(pending.seconds - pending.waited, 0.0), self._version - pending.version
+            behind = self._version - pending.version
+            hidden = max(pending.seconds - pending.waited, 0.0)
             self._sums = torch.tensor([[behind, 1], [pending.waited, 1], [hidden, pending.seconds]])
             return pending.result
         if pending is not None:
@@ -171,4 +196,9 @@ class GenerateAhead(Feature):
         file = checkpoint / _FILE
         if file.is_file() and self.trainer.accelerator.is_main_process:
             self._loaded = PendingRequest.load(self.trainer.vllm_generation, file)
-        self._is_resumed = first_reason(None if self._loaded is None else _FILE) is not None
+        self._is_resumed = _any_process(self._loaded is not None)
+
+
+def _any_process(is_so: bool) -> bool:
+    """Return True if something is so on any process. Every process must call this function."""
+    return first_reason("yes" if is_so else None) is not None

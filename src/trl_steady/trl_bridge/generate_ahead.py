@@ -24,7 +24,7 @@ from trl_steady.trl_bridge.trl_state import as_trl_trainer, generation_interval
 from trl_steady.trl_bridge.vllm import SteadyGeneration, VLLMClient
 
 
-class PromptPrefetcher(Iterator[list[Any]]):
+class BatchesAhead(Iterator[list[Any]]):
     """The batches of an epoch, which can be read ahead up to the end of the epoch.
 
     The next epoch does not begin early, because callbacks, samplers and data sets may change when it begins.
@@ -45,7 +45,7 @@ class PromptPrefetcher(Iterator[list[Any]]):
         data = cast(Sized, self._trainer.callback_handler.train_dataloader)
         return not has_length(data) or len(data) > generation_interval(self._trainer)
 
-    def begin_step(self, batches: Iterator[list[Any]]) -> "PromptPrefetcher":
+    def begin_step(self, batches: Iterator[list[Any]]) -> "BatchesAhead":
         """Begin an optimizer step, for which transformers would read from `batches`."""
         self._batches, self._step_batches = batches, []
         return self

@@ -478,7 +478,7 @@ READER = {"processing_class": agent.tokenizer()}
     ("build", "message"),
     [
         ({"rollout_func": lambda *_: {}}, "a rollout_func asks the server itself"),
-        ({"tools": agent.tools([]), **READER}, "an agent's later turns would be of a newer policy"),
+        ({"tools": agent.tools([]), **READER}, "a newer policy would sample an agent's later turns"),
         ({"environment_factory": agent.Calculator, **READER}, "environments would begin the next"),
     ],
     ids=["rollout_func", "tools", "environments"],
