@@ -32,7 +32,7 @@ _Draw = Callable[[], dict[str, Any]]
 class _Group:
     """A group of completions to a prompt, which may be on several processes."""
 
-    owners: Sequence[int]
+    owners: list[int]
     """(G,) process of each completion."""
     own: dict[int, CompletionRecord]
     """Number in the group -> completion, for those of this process."""
@@ -52,29 +52,34 @@ class _Prompts:
 
     def take(self, count: int) -> list[_Draw]:
         """Return the next rows, as functions that read them."""
-        return [*itertools.islice(self._rows, count)]
+        return list(itertools.islice(self._rows, count))
 
     def _passes(self) -> Iterator[_Draw]:
         number, taken = self.position
         while True:
-            for row in self._from(number, taken):
+            for draw in self._pass_from(number, taken):
                 taken += 1
                 self.position = (number, taken)
-                yield row
+                yield draw
             if not taken:
                 raise ValueError(
                     "dynamic_sampling=True: a pass over train_dataset gave no row. Use a data set that can be read "
                     "more than once, or set dynamic_sampling=False."
                 )
-            number, taken = number + 1, 0
+            number += 1
+            taken = 0
 
-    def _from(self, number: int, first: int) -> Iterator[_Draw]:
-        data, seed = self._trainer.train_dataset, (self._trainer.args.seed + 1) * 1_000_003 + number
+    def _pass_from(self, number: int, first: int) -> Iterator[_Draw]:
+        """Yield the rows of one pass over the data, without the first ones."""
+        data = self._trainer.train_dataset
+        seed = (self._trainer.args.seed + 1) * 1_000_003 + number
         if isinstance(data, IterableDataset):
-            stream = itertools.islice(data.shuffle(seed=seed), first, None)
-            return (functools.partial(copy.deepcopy, row) for row in stream)  # as TRL repeats it
+            for row in itertools.islice(data.shuffle(seed=seed), first, None):
+                yield functools.partial(copy.deepcopy, row)  # as TRL repeats it
+            return
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-        return (functools.partial(data.__getitem__, index) for index in order[first:].tolist())
+        for index in order[first:].tolist():
+            yield functools.partial(data.__getitem__, index)
 
 
 class DynamicSampling(Feature):
@@ -97,9 +102,11 @@ class DynamicSampling(Feature):
         if not self.args.dynamic_sampling or not self.trainer.model.training:
             return call_next(rollout)
         self._least_variance = None
-        resampled, counts = ResampledRollout(self.trainer, rollout, call_next), Counter[str]()
+        resampled = ResampledRollout(self.trainer, rollout, call_next)
+        counts = Counter[str]()
         completions, are_kept = self._round(resampled, rollout.inputs, counts)
-        rejected, spare = [slot for slot, is_kept in enumerate(are_kept) if not is_kept], list[_Group]()
+        rejected = [slot for slot, is_kept in enumerate(are_kept) if not is_kept]
+        spare: list[_Group] = []
         while len(spare) < len(rejected) and counts["rounds"] < self.args.dynamic_sampling_max_rounds:
             missing = len(rejected) - len(spare)
             expected = math.ceil(missing * counts["generated"] / max(counts["kept"], 1))
@@ -111,43 +118,63 @@ class DynamicSampling(Feature):
 
     def _further_round(self, resampled: ResampledRollout, least: int, counts: Counter[str]) -> list[_Group]:
         """Sample at least `least` further prompts, and return the groups of all processes that the filter keeps."""
-        accelerator, size = self.trainer.accelerator, self.trainer.num_generations
+        accelerator = self.trainer.accelerator
+        size = self.trainer.num_generations
         step = accelerator.num_processes // math.gcd(accelerator.num_processes, size)
         wanted = math.ceil(least / step) * step  # equally many completions on each process
         share = wanted * size // accelerator.num_processes
-        first, prompts = accelerator.process_index * share, self._prompts.take(wanted)
+        first = accelerator.process_index * share  # number of this process's first completion
+        prompts = self._prompts.take(wanted)
         # a row for each, as from TRL's data loader: a reward function or an environment may use up what is in it
-        inputs = collate_rows(self.trainer, [prompts[(first + i) // size]() for i in range(share)])
-        found, are_kept = self._round(resampled, inputs, counts)
+        rows = [prompts[number // size]() for number in range(first, first + share)]
+        completions, are_kept = self._round(resampled, collate_rows(self.trainer, rows), counts)
         groups: list[_Group] = []
-        for start in (group * size for group, is_kept in enumerate(are_kept) if is_kept):
-            owners = [(start + i) // share for i in range(size)]
-            own = {i: found[start + i - first] for i in range(size) if first <= start + i < first + share}
-            groups.append(_Group(owners, own))
+        for slot, is_kept in enumerate(are_kept):
+            if not is_kept:
+                continue
+            group = _Group([], {})
+            for i in range(size):
+                number = slot * size + i
+                owner = number // share
+                group.owners.append(owner)
+                if owner == accelerator.process_index:
+                    group.own[i] = completions[number - first]
+            groups.append(group)
         return groups
 
     def _round(
         self, resampled: ResampledRollout, inputs: list[Any], counts: Counter[str]
     ) -> tuple[list[CompletionRecord], list[bool]]:
         """Return the completions (n,) of this process, and which groups (J,) of all processes the filter keeps."""
-        trainer, args = self.trainer, self.args
+        trainer = self.trainer
+        args = self.args
         completions, rewards, samples = resampled.sample(inputs)
         grouped = rewards.cpu().view(-1, trainer.num_generations, len(trainer.reward_funcs))
         weights = trainer.reward_weights.cpu()
         totals = total_rewards(grouped, weights)
-        if clip_range := getattr(args, "reward_clip_range", None):  # RLOO's
-            totals = totals.clamp(*clip_range)
-        # GRPO may normalise each function
-        is_summed = getattr(args, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
-        compared = totals.unsqueeze(-1) if is_summed else grouped * weights
+        clip_range = getattr(args, "reward_clip_range", None)  # RLOO's
+        if clip_range:
+            low, high = clip_range
+            totals = totals.clamp(low, high)
+        compared = totals.unsqueeze(-1)
+        if getattr(args, "multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
+            compared = grouped * weights  # GRPO normalises each function
         are_kept = self._are_kept(completions, totals, compared, loss_mask(samples).any(1))
         is_scored = ~totals.isnan()
-        low, high = totals.where(is_scored, torch.inf).amin(1), totals.where(is_scored, -torch.inf).amax(1)
+        lowest = totals.where(is_scored, torch.inf).amin(1)
+        highest = totals.where(is_scored, -torch.inf).amax(1)
         worst, best = self._worst_and_best
-        self._worst_and_best = worst, best = min(worst, low.min().item()), max(best, high.max().item())
-        is_equal = ~are_kept & (low == high) & (worst < best)
-        counts.update(rounds=1, generated=len(are_kept), kept=int(are_kept.sum()))
-        counts.update(solved=int((is_equal & (low == best)).sum()), hopeless=int((is_equal & (low == worst)).sum()))
+        worst = min(worst, lowest.min().item())
+        best = max(best, highest.max().item())
+        self._worst_and_best = (worst, best)
+        is_equal = ~are_kept & (lowest == highest) & (worst < best)
+        is_solved = is_equal & (lowest == best)
+        is_hopeless = is_equal & (lowest == worst)
+        counts["rounds"] += 1
+        counts["generated"] += len(are_kept)
+        counts["kept"] += int(are_kept.sum())
+        counts["solved"] += int(is_solved.sum())
+        counts["hopeless"] += int(is_hopeless.sum())
         return completions, are_kept.tolist()
 
     def _are_kept(
@@ -157,16 +184,24 @@ class DynamicSampling(Feature):
 
         `has_tokens` (n,) is False for the completions of this process without loss tokens.
         """
-        chosen, size = self.args.dynamic_sampling_filter, totals.size(1)
+        chosen = self.args.dynamic_sampling_filter
+        size = totals.size(1)
         if callable(chosen):
-            own = [{**each.inputs, "prompt": each.prompt, "completion": each.completion} for each in completions]
-            rows: list[dict[str, Any]] = gather_object(own)
-            groups = [rows[start : start + size] for start in range(0, len(rows), size)]
-            answers = [bool(chosen(rewards, group)) for rewards, group in zip(totals.clone(), groups, strict=True)]
+            own_rows: list[dict[str, Any]] = []
+            for completion in completions:
+                own_rows.append(
+                    {**completion.inputs, "prompt": completion.prompt, "completion": completion.completion}
+                )
+            rows: list[dict[str, Any]] = gather_object(own_rows)
+            answers: list[bool] = []
+            for slot, rewards in enumerate(totals.clone()):
+                answers.append(bool(chosen(rewards, rows[slot * size : (slot + 1) * size])))
             return torch.tensor(broadcast_object_list([answers])[0])  # the function may be random
         if not isinstance(chosen, str):
-            return (totals.nanmean(1) > chosen[0]) & (totals.nanmean(1) < chosen[1])
-        ranges = torch.tensor([step_range(each.returned) for each in completions], device=has_tokens.device)
+            low, high = chosen
+            return (totals.nanmean(1) > low) & (totals.nanmean(1) < high)
+        step_ranges = [step_range(completion.returned) for completion in completions]
+        ranges = torch.tensor(step_ranges, device=has_tokens.device)
         gathered = self.trainer.accelerator.gather(torch.cat([ranges, has_tokens.unsqueeze(1)], dim=1))
         steps = cast(Tensor, gathered).cpu().view(-1, size, 3)
         has_tokens = steps[..., 2].bool().any(1)
@@ -180,33 +215,56 @@ class DynamicSampling(Feature):
 
     def _fill(self, completions: list[CompletionRecord], rejected: Sequence[int], spare: Sequence[_Group]) -> None:
         """Put groups into the slots of rejected ones, as many as there are. Every process must call this method."""
-        rank, size, count = self.trainer.accelerator.process_index, self.trainer.num_generations, len(completions)
-        owners = {slot: [(slot * size + i) // count for i in range(size)] for slot in rejected}
-        free, placed = list(spare[: len(rejected)]), dict[int, _Group]()
-        for may_move in (False, True):  # as few completions as possible go to another process
-            for slot in rejected:
-                fitting = [group for group in free if may_move or group.owners == owners[slot]]
-                if slot not in placed and fitting:
-                    placed[slot] = fitting[0]
-                    free.remove(fitting[0])
-        moves = [
-            (owners[slot][i], slot * size + i - owners[slot][i] * count, completion)
-            for slot, group in placed.items()
-            for i, completion in group.own.items()
-        ]
-        if any(group.owners != owners[slot] for slot, group in placed.items()):
-            moves += gather_object([move for move in moves if move[0] != rank])
+        rank = self.trainer.accelerator.process_index
+        size = self.trainer.num_generations
+        count = len(completions)
+        owners_of_slot: dict[int, list[int]] = {}
+        for slot in rejected:
+            owners_of_slot[slot] = [number // count for number in range(slot * size, (slot + 1) * size)]
+
+        # first the groups whose completions need not go to another process
+        free = list(spare[: len(rejected)])
+        placed: dict[int, _Group] = {}
+        for slot, owners in owners_of_slot.items():
+            fitting = [group for group in free if group.owners == owners]
+            if fitting:
+                placed[slot] = fitting[0]
+                free.remove(fitting[0])
+        for slot in rejected:
+            if slot not in placed and free:
+                placed[slot] = free.pop(0)
+
+        moves: list[tuple[int, int, CompletionRecord]] = []  # process, number there, completion
+        moves_to_others: list[tuple[int, int, CompletionRecord]] = []
+        is_exchanged = False  # the same on all processes
+        for slot, group in placed.items():
+            owners = owners_of_slot[slot]
+            if group.owners != owners:
+                is_exchanged = True
+            for i, completion in group.own.items():
+                move = (owners[i], slot * size + i - owners[i] * count, completion)
+                moves.append(move)
+                if owners[i] != rank:
+                    moves_to_others.append(move)
+        if is_exchanged:
+            moves += gather_object(moves_to_others)
         for owner, index, completion in moves:
             if owner == rank:
                 completions[index] = completion
 
     def _log(self, counts: Counter[str], size: int) -> None:
         """Log shares of a rollout of `size` groups. Warn once if the filter has kept none."""
-        totals = {"rounds": 1, "generated": size, "unfilled": size}
-        names = ("kept", "rounds", "generated", "solved", "hopeless", "unfilled")
-        shares = [(counts[name], totals.get(name, counts["generated"])) for name in names]
-        sums = torch.tensor(shares, device=self.trainer.accelerator.device)
-        self.trainer.metrics.pooled(sums={f"dynamic_sampling/{name}": sums[i] for i, name in enumerate(names)})
+        generated = counts["generated"]
+        shares = {
+            "dynamic_sampling/kept": (counts["kept"], generated),
+            "dynamic_sampling/rounds": (counts["rounds"], 1),
+            "dynamic_sampling/generated": (generated, size),
+            "dynamic_sampling/solved": (counts["solved"], generated),
+            "dynamic_sampling/hopeless": (counts["hopeless"], generated),
+            "dynamic_sampling/unfilled": (counts["unfilled"], size),
+        }
+        sums = torch.tensor(list(shares.values()), device=self.trainer.accelerator.device)
+        self.trainer.metrics.pooled(sums=dict(zip(shares, sums, strict=True)))
         if not counts["kept"] and not self._has_warned and self.trainer.accelerator.is_main_process:
             self._has_warned = True
             self.warn(
@@ -224,7 +282,7 @@ class DynamicSampling(Feature):
         if (checkpoint / _FILE).is_file():
             position, (worst, best) = json.loads((checkpoint / _FILE).read_text())
             self._prompts.go_to(position)
-            self._worst_and_best = worst, best
+            self._worst_and_best = (worst, best)
 
 
 def step_range(returned: Sequence[Any]) -> tuple[float, float]:
@@ -235,7 +293,12 @@ def step_range(returned: Sequence[Any]) -> tuple[float, float]:
     """
     if not any(isinstance(reward, StepRewards) for reward in returned):
         return torch.nan, torch.nan
-    values = [0.0] * (len(returned) > 1)
+    values: list[float] = []
+    if len(returned) > 1:
+        values.append(0.0)
     for reward in returned:
-        values += reward.values if isinstance(reward, StepRewards) else [] if reward is None else [float(reward)]
+        if isinstance(reward, StepRewards):
+            values += reward.values
+        elif reward is not None:
+            values.append(float(reward))
     return min(values, default=torch.nan), max(values, default=torch.nan)
