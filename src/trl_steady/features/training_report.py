@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import TRAINER_STATE_NAME
@@ -43,7 +44,6 @@ _SHOWN = {
     "explained": ("value/explained_variance", "{:.2f}"),
     "refreshes": ("ref/refreshes", "{:.0f}"),
 }
-_RATIO = ("ratio/sequence_min", "ratio/sequence_max")
 
 
 class TrainingReport(Feature):
@@ -60,14 +60,18 @@ class TrainingReport(Feature):
 
     def on_init_end(self) -> None:
         """Let the clock run, and let transformers print no dictionaries."""
-        args, handler = self.args, self.trainer.callback_handler
+        args = self.args
+        handler = self.trainer.callback_handler
         if args.training_report and find_spec("matplotlib") is None:
             raise ValueError(
                 "training_report=True needs matplotlib. pip install 'trl-steady[report]', or leave it False."
             )
-        self._is_on, self._is_main = args.training_report, self.trainer.accelerator.is_main_process
+        self._is_on = args.training_report
+        self._is_main = self.trainer.accelerator.is_main_process
         self.trainer.metrics.clock.is_on = self._is_on
-        self._written, self._seconds = time.monotonic(), 5.0  # of a page, before the first has been written
+        # when the last page was written, and how long that took: a guess before the first
+        self._written = time.monotonic()
+        self._seconds = 5.0
         if args.log_line:
             handler.remove_callback(PrinterCallback)
             if handler.pop_callback(ProgressCallback):
@@ -79,55 +83,79 @@ class TrainingReport(Feature):
         """Measure padding, and keep some completions. All features before this one have set the advantages."""
         if not self._is_on:
             return
-        trainer, is_padding = self.trainer, ~rollout.attention_mask
+        trainer = self.trainer
+        is_padding = ~rollout.attention_mask
         trainer.metrics.pooled(means={"padding/share": (is_padding, torch.ones_like(is_padding))})
-        if self._is_main and trainer.model.training:
-            rewards = rollout.rewards.float().nan_to_num().cpu().numpy()
-            kept = chosen(rewards, trainer.num_generations)
-            rows = [row for group in kept for row in group]
-            index = copy_async(torch.tensor(rows), is_padding.device)
-            columns = {name: dict(zip(rows, rollout.samples[name][index].cpu(), strict=True)) for name in _COLUMNS}
-            groups = [self._group(columns, rewards, group) for group in kept]
-            self._last_rollout = [{"step": trainer.state.global_step, "groups": groups}]
+        if not self._is_main or not trainer.model.training:
+            return
+        rewards = rollout.rewards.float().nan_to_num().cpu().numpy()
+        chosen_groups = chosen(rewards, trainer.num_generations)
+        rows: list[int] = []
+        for group in chosen_groups:
+            rows += group
+        index = copy_async(torch.tensor(rows), is_padding.device)
+        columns: dict[str, dict[int, Tensor]] = {}
+        for name in _COLUMNS:
+            values = rollout.samples[name][index].cpu()
+            columns[name] = dict(zip(rows, values, strict=True))
+        groups = [self._group(columns, rewards, group) for group in chosen_groups]
+        self._last_rollout = [{"step": trainer.state.global_step, "groups": groups}]
 
-    def _group(self, samples: Mapping[str, Any], rewards: np.ndarray, group: Mapping[int, str]) -> dict[str, Any]:
-        """Return a prompt and its answers as text, for JSON."""
-        decode, answers = text_tokenizer(self.trainer).decode, list[dict[str, Any]]()
+    def _group(
+        self, columns: Mapping[str, Mapping[int, Tensor]], rewards: np.ndarray, group: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Return a prompt and its answers as text, for JSON.
+
+        Args:
+            columns: Name -> row -> values.
+            rewards: (B,) rewards of the rollout.
+            group: Row -> "best", "median" or "worst".
+        """
+        decode = text_tokenizer(self.trainer).decode
+        answers: list[dict[str, Any]] = []
         for row, place in group.items():
-            is_answer, advantages = samples["completion_mask"][row].bool(), samples["advantages"][row]
-            ids, tokens = samples["completion_ids"][row][is_answer].tolist(), None
+            is_answer = columns["completion_mask"][row].bool()
+            advantages = columns["advantages"][row]
+            ids = columns["completion_ids"][row][is_answer].tolist()
+            tokens: list[tuple[str, float]] | None = None
             if advantages.dim() and len(advantages) > 1:  # one for each token
-                pairs = zip(ids[: _LONGEST // 4], advantages[is_answer].tolist(), strict=False)
-                tokens = [(str(decode(token)), round(advantage, 4)) for token, advantage in pairs]
+                tokens = []
+                for token, advantage in zip(ids[: _LONGEST // 4], advantages[is_answer].tolist(), strict=False):
+                    tokens.append((str(decode(token)), round(advantage, 4)))
             text = str(decode(ids))[:_LONGEST]
             answers.append({"place": place, "reward": float(rewards[row]), "text": text, "tokens": tokens})
         first = next(iter(group))
-        prompt = samples["prompt_ids"][first][samples["prompt_mask"][first].bool()].tolist()
+        is_prompt = columns["prompt_mask"][first].bool()
+        prompt = columns["prompt_ids"][first][is_prompt].tolist()
         return {"prompt": str(decode(prompt))[:_LONGEST], "answers": answers}
 
     # logs
 
     def on_log(self, logs: Mapping[str, Any]) -> None:
         """Print a line for the log, and one for each symptom that has started."""
-        state, args = self.trainer.state, self.args
         if not self._is_main:
             return
+        args = self.args
+        state = self.trainer.state
         if args.log_line and ("loss" in logs or "eval_reward" in logs):
             tqdm.write(log_line(logs, state.global_step, state.max_steps))
         rows = len(state.log_history)
         if not self._is_on or rows < self._next_diagnosis:
             return
         self._next_diagnosis = rows + 1 + rows // 20  # the time of all diagnoses is linear in the rows
-        for name, finding in look(History(state.log_history, self._run(), is_over=False))[0].items():
-            if name not in self._told:
-                self._told.add(name)
-                tqdm.write(f"trl-steady: {finding}")
-                if "trackio" in (args.report_to or ()):
-                    import trackio  # pyright: ignore[reportMissingImports]
+        findings, _ = look(History(state.log_history, self._run(), is_over=False))
+        for name, finding in findings.items():
+            if name in self._told:
+                continue
+            self._told.add(name)
+            tqdm.write(f"trl-steady: {finding}")
+            if "trackio" in (args.report_to or ()):
+                import trackio  # pyright: ignore[reportMissingImports]
 
-                    levels, is_critical = trackio.AlertLevel, finding.symptom.level == "critical"
-                    level = levels.ERROR if is_critical else levels.WARN
-                    trackio.alert(title=finding.symptom.what, text=str(finding), level=level)
+                level = trackio.AlertLevel.WARN
+                if finding.symptom.level == "critical":
+                    level = trackio.AlertLevel.ERROR
+                trackio.alert(title=finding.symptom.what, text=str(finding), level=level)
 
     @property
     def _page(self) -> Path:
@@ -137,22 +165,26 @@ class TrainingReport(Feature):
         return History(self.trainer.state.log_history, self._run())
 
     def _run(self) -> dict[str, Any]:
-        args = self.args
-        # dictionaries, such as model_init_kwargs, may hold a token, and checkpoints may be pushed
-        kinds = (bool, int, float, str, NoneType)
-        run: dict[str, Any] = {
-            "settings": {name: value for name, value in args.to_dict().items() if isinstance(value, kinds)},
-            "notes": [*args.doubts, *(note for feature in self.trainer.features for note in feature.notes)],
-        }
+        settings: dict[str, Any] = {}
+        for name, value in self.args.to_dict().items():
+            # no dictionaries, such as model_init_kwargs: they may hold a token, and checkpoints may be pushed
+            if isinstance(value, (bool, int, float, str, NoneType)):
+                settings[name] = value
+        notes = list(self.args.doubts)
+        for feature in self.trainer.features:
+            notes += feature.notes
+        run: dict[str, Any] = {"settings": settings, "notes": notes}
         if self._is_on:
-            run |= {"versions": {package: version(package) for package in _PACKAGES}, "answers": self._answers}
+            run["versions"] = {package: version(package) for package in _PACKAGES}
+            run["answers"] = self._answers
         return run
 
     # files
 
     def on_train_begin(self) -> None:
         """Begin anew if the trainer trains a second time, whose log is another one."""
-        self._told, self._next_diagnosis = set(), 0
+        self._told = set()
+        self._next_diagnosis = 0
         if not self.trainer.state.global_step:
             self._answers = []
 
@@ -165,8 +197,10 @@ class TrainingReport(Feature):
 
     def load_state(self, checkpoint: Path) -> None:
         """Go on with the answers of the run."""
+        self._answers = []
         file = checkpoint / RUN_FILE
-        self._answers = json.loads(file.read_text()).get("answers", []) if self._is_on and file.is_file() else []
+        if self._is_on and file.is_file():
+            self._answers = json.loads(file.read_text()).get("answers", [])
 
     def on_train_end(self, best: Path | None) -> None:
         """Write the page, and print what the run shows."""
@@ -179,13 +213,14 @@ class TrainingReport(Feature):
             self._save_run(folder)  # a run may have no checkpoint of its last step
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
             self._write_page()
-        tqdm.write(f"trl-steady: {verdict(diagnose(self._history())[0])}")
+        findings, _ = diagnose(self._history())
+        tqdm.write(f"trl-steady: {verdict(findings)}")
         if self._is_on:
             tqdm.write(f"trl-steady: the report is in {self._page}")
 
     def _save_run(self, folder: Path) -> None:
         """Save settings, warnings, and the answers of the last rollout too."""
-        self._answers = limited([*self._answers, *self._last_rollout])
+        self._answers = limited(self._answers + self._last_rollout)
         self._last_rollout = []
         (folder / RUN_FILE).write_text(json.dumps(self._run()))
 
@@ -207,24 +242,31 @@ class _Bar(ProgressCallback):
 
 def log_line(logs: Mapping[str, Any], step: int, last: int) -> str:
     """Return one line for a row of the log, with the usual metrics that it has."""
-    known = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
+    numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
     words = [f"step {step}/{last}"]
-    words += [f"{name} {form.format(known[key])}" for name, (key, form) in _SHOWN.items() if key in known]
-    if known.keys() >= {*_RATIO}:
-        words.append("ratio {:.3g}..{:.3g}".format(*(known[key] for key in _RATIO)))
-    if dropped := [value for key, value in known.items() if key.startswith("dropped/")]:
+    for name, (key, form) in _SHOWN.items():
+        if key in numbers:
+            words.append(f"{name} {form.format(numbers[key])}")
+    if "ratio/sequence_min" in numbers and "ratio/sequence_max" in numbers:
+        words.append(f"ratio {numbers['ratio/sequence_min']:.3g}..{numbers['ratio/sequence_max']:.3g}")
+    dropped = [value for key, value in numbers.items() if key.startswith("dropped/")]
+    if dropped:
         words.append(f"dropped {max(dropped):.0%}")
-    if "step_time" in known:
-        words.append(duration(known["step_time"]))
+    if "step_time" in numbers:
+        words.append(duration(numbers["step_time"]))
     return "  ".join(words)
 
 
 def duration(seconds: float) -> str:
     """Return a time such as "4.2 s", "180 s", "4 min 12 s" or "1 h 03 min"."""
     minutes, rest = divmod(round(seconds), 60)
+    if seconds < 9.5:
+        return f"{seconds:.2g} s"
     if minutes < 4:
-        return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def chosen(rewards: np.ndarray, size: int) -> list[dict[int, str]]:
@@ -234,16 +276,30 @@ def chosen(rewards: np.ndarray, size: int) -> list[dict[int, str]]:
         rewards: (B,) rewards.
         size: Answers to a prompt, which are consecutive. With 1, they are compared with those to other prompts.
     """
-    is_single, size = size == 1, min(size, len(rewards)) if size > 1 else len(rewards)
+    is_single = size == 1
+    if is_single or size > len(rewards):
+        size = len(rewards)
     groups = np.nan_to_num(rewards)[: len(rewards) // size * size].reshape(-1, size)
-    found: list[dict[int, str]] = []
-    for group in np.argsort(-np.ptp(groups, axis=1), kind="stable")[:GROUPS]:
+    by_range = np.argsort(-np.ptp(groups, axis=1), kind="stable")
+    answers: list[dict[int, str]] = []
+    for group in by_range[:GROUPS]:
         order = (group * size + np.argsort(-groups[group], kind="stable")).tolist()
-        found.append({order[0]: "best", order[size // 2]: "median", order[-1]: "worst"} | {order[0]: "best"})
-    return [{row: place} for group in found for row, place in group.items()] if is_single else found
+        places = {order[0]: "best", order[size // 2]: "median", order[-1]: "worst"}
+        places[order[0]] = "best"  # also if it is the only one
+        if is_single:
+            answers += [{row: place} for row, place in places.items()]
+        else:
+            answers.append(places)
+    return answers
 
 
 def limited(rollouts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the last of these rollouts that take at most `MOST_BYTES` together."""
-    sizes = np.cumsum([len(json.dumps(rollout)) for rollout in reversed(rollouts)])
-    return list(rollouts[len(rollouts) - int((sizes <= MOST_BYTES).sum()) :])
+    size = 0
+    first = len(rollouts)
+    while first > 0:
+        size += len(json.dumps(rollouts[first - 1]))
+        if size > MOST_BYTES:
+            break
+        first -= 1
+    return list(rollouts[first:])
