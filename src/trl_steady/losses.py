@@ -73,18 +73,24 @@ def gspo_token(batch: MicroBatch) -> MicroBatch:
 
     The reference is shifted too: TRL's loss depends only on differences of log-probs.
     """
-    own = batch.logps.detach()
+    constant = batch.logps.detach()  # sg[log π]
+    ref_logps = batch.ref_logps
+    if ref_logps is not None:
+        ref_logps = ref_logps - constant
     return replace(
         batch,
-        logps=batch.logps - own,
-        old_logps=(-batch.sequence_log_ratio).expand_as(own),
-        ref_logps=None if batch.ref_logps is None else batch.ref_logps - own,
+        logps=batch.logps - constant,
+        old_logps=(-batch.sequence_log_ratio).expand_as(constant),
+        ref_logps=ref_logps,
     )
 
 
 def gmpo_term(batch: MicroBatch, trainer: Trainer, is_kept: Tensor | None) -> Tensor:
     """Return the policy term of GMPO, (B, T) equal values for all tokens of a sequence: -ratio · A."""
-    advantages, mask = batch.advantages.view(-1, 1), batch.mask if is_kept is None else batch.mask & is_kept.bool()
+    advantages = batch.advantages.view(-1, 1)
+    mask = batch.mask
+    if is_kept is not None:
+        mask = mask & is_kept.bool()
     bounds = {"low": trainer.epsilon_low, "high": trainer.epsilon_high, "delta": trainer.args.delta}
     log_ratio = gmpo_log_ratio(batch.log_ratio, advantages, mask, **bounds)
     return (-log_ratio.exp() * advantages).expand_as(batch.logps)
@@ -102,11 +108,14 @@ def sampler_ratio_term(batch: MicroBatch, trainer: Trainer, is_kept: Tensor | No
     Without `delta`, C is `largest`. The value is that of DPPO's equation 12, and the gradient that of equation 23,
     which flows at the bound C too.
     """
-    largest = largest if trainer.args.delta is None else trainer.args.delta
+    if trainer.args.delta is not None:
+        largest = trainer.args.delta
     largest = min(largest, _FINITE)  # a mask would make NaN of an infinite ratio
     ratio = truncate(batch.logps - batch.behavior_logps, math.log(largest)).exp()
     values = -ratio * batch.advantages.view(len(ratio), -1)
-    return values if is_kept is None else values * is_kept
+    if is_kept is None:
+        return values
+    return values * is_kept
 
 
 def dppo_masks(batch: MicroBatch, trainer: Trainer) -> dict[str, Tensor]:
