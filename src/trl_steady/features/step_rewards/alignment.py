@@ -8,8 +8,7 @@ import codecs
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, takewhile
-from operator import eq
+from itertools import pairwise
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -45,19 +44,47 @@ def text_and_offsets(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> 
     """
     ids = list(ids)
     text = str(tokenizer.decode(ids, skip_special_tokens=True))
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    silent = {None, *(token.content for token in added.values() if token.special)}  # None: an id without a token
+    without_text: set[str | None] = {None}  # None: an id without a token
+    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
+        if token.special:
+            without_text.add(token.content)
     tokens = tokenizer.convert_ids_to_tokens(ids)
     for to_bytes in (_byte_level, _sentencepiece):
-        pieces = [b"" if token in silent else to_bytes(token) for token in tokens]
+        pieces: list[bytes] = []
+        for token in tokens:
+            pieces.append(b"" if token in without_text else to_bytes(token))
         raw = b"".join(pieces)
         decoded = raw.decode(errors="replace")
         if text in (decoded, decoded.removeprefix(" ")):  # SentencePiece decoders remove the first space
-            removed, characters = len(decoded) - len(text), [*_characters(raw), len(decoded)]
-            return text, [max(characters[start] - removed, 0) for start in accumulate(map(len, pieces), initial=0)]
-    before = (str(tokenizer.decode(ids[:t], skip_special_tokens=True)) for t in range(len(ids)))
-    # text that ends inside a character decodes to something else, so the maximum keeps the offsets non-decreasing
-    return text, [*accumulate((sum(takewhile(bool, map(eq, part, text))) for part in before), max), len(text)]
+            removed = len(decoded) - len(text)
+            characters = _characters(raw)
+            characters.append(len(decoded))  # of tokens without bytes at the end
+            offsets: list[int] = []
+            start = 0  # byte in which the token begins
+            for piece in pieces:
+                offsets.append(max(characters[start] - removed, 0))
+                start += len(piece)
+            offsets.append(len(text))
+            return text, offsets
+    return text, _offsets_by_prefixes(tokenizer, ids, text)
+
+
+def _offsets_by_prefixes(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> list[int]:
+    """Return the offset mapping by decoding the text before each token."""
+    offsets: list[int] = []
+    start = 0
+    for t in range(len(ids)):
+        before = str(tokenizer.decode(ids[:t], skip_special_tokens=True))
+        shared = 0
+        for character, expected in zip(before, text, strict=False):
+            if character != expected:
+                break
+            shared += 1
+        # text that ends inside a character decodes to something else, so the maximum keeps the offsets non-decreasing
+        start = max(start, shared)
+        offsets.append(start)
+    offsets.append(len(text))
+    return offsets
 
 
 def _byte_level(token: str) -> bytes:
@@ -68,13 +95,16 @@ def _byte_level(token: str) -> bytes:
 
 def _sentencepiece(token: str) -> bytes:
     byte = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+    if byte:
+        return bytes([int(byte[1], 16)])
+    return token.replace("\u2581", " ").encode()
 
 
 def _characters(raw: bytes) -> list[int]:
     """Return for each byte the character of `raw.decode(errors="replace")` that it belongs to."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    characters, count = list[int](), 0
+    characters: list[int] = []
+    count = 0
     for position in range(len(raw)):
         count += len(decoder.decode(raw[position : position + 1]))
         unfinished, _ = decoder.getstate()  # the decoder waits for the other bytes of a character
@@ -99,9 +129,14 @@ def token_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrained
 
 def _turn_ends(steps: StepRewards, completion: Completion) -> list[int]:
     if not any(completion.is_own):  # masked out: the others' baseline needs its rewards, but not its true ends
-        return [*steps.ends[:-1], len(completion.ids)] if steps.ends else []
-    followed = enumerate(pairwise([*completion.is_own, False]), start=1)
-    ends = [end for end, (is_own, is_next_own) in followed if is_own and not is_next_own]
+        ends = list(steps.ends)
+        if ends:
+            ends[-1] = len(completion.ids)
+        return ends
+    ends: list[int] = []
+    for end, (is_own, is_next_own) in enumerate(pairwise([*completion.is_own, False]), start=1):
+        if is_own and not is_next_own:
+            ends.append(end)
     if len(steps.values) != len(ends):
         raise ValueError(
             f"StepRewards.per_turn has {len(steps.values)} values, but {completion.name} has {len(ends)} assistant "
@@ -124,13 +159,18 @@ def _character_ends(steps: StepRewards, completion: Completion, tokenizer: PreTr
 
 def _content_in(text: str, completion: Completion) -> tuple[str, int]:
     """Return the text that a reward function gets, and where it begins in the text of the tokens."""
-    given = completion.content
-    message, *others = [{"content": given}] if isinstance(given, str) else given
+    messages = completion.content
+    if isinstance(messages, str):
+        messages = [{"content": messages}]
+    message, *others = messages
     content = message_text(message)
     # a template removes the reasoning, which is before the content, and tool calls, which are after it
     reasoning = str(message.get("reasoning_content") or message.get("thinking") or "")
     if reasoning or message.get("tool_calls"):
-        start = text.find(content, text.find(reasoning) + len(reasoning) if reasoning in text else 0)
+        end_of_reasoning = 0
+        if reasoning in text:
+            end_of_reasoning = text.find(reasoning) + len(reasoning)
+        start = text.find(content, end_of_reasoning)
     else:
         start = text.rfind(content)
     if others or start < 0:

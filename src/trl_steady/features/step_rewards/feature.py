@@ -72,24 +72,32 @@ class StepRewardsFeature(Feature):
 
     def on_rollout_begin(self, rollout: Rollout) -> None:
         """Forget the rewards of the last rollout."""
-        self._steps, self._returned = {}, _NOTHING
+        self._steps = {}
+        self._returned = _NOTHING
 
     def process_rewards(self, function: int, returned: Iterable[Any]) -> list[Any]:
         """Store step rewards until all functions have returned, and return their sums to TRL."""
         rewards = list(returned)
-        steps = {(i, function): reward for i, reward in enumerate(rewards) if isinstance(reward, StepRewards)}
+        steps: dict[tuple[int, int], StepRewards] = {}
+        for index, reward in enumerate(rewards):
+            if isinstance(reward, StepRewards):
+                steps[index, function] = reward
         if steps:
             self._refuse_where_ignored(function)
-        self._steps |= steps
+        self._steps.update(steps)
         self._none_count[function] = sum(reward is None for reward in rewards)
-        return [reward.total if isinstance(reward, StepRewards) else reward for reward in rewards]
+        for (index, _), reward in steps.items():
+            rewards[index] = reward.total
+        return rewards
 
     def on_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
         """Store the rewards until the rollout is complete, when the tokens that the policy sampled are known.
 
         Refuse infinite rewards, and warn once per function of NaN, which TRL takes as no reward.
         """
-        names, count, on_host = self.trainer.reward_func_names, len(completions), rewards.cpu()
+        names = self.trainer.reward_func_names
+        count = len(completions)
+        on_host = rewards.cpu()
         own = own_rows(self.trainer.accelerator, count)
         if on_host.isinf().any():  # the weights would become NaN; all processes see it and stop
             row, function = on_host.isinf().nonzero()[0].tolist()
@@ -122,7 +130,8 @@ class StepRewardsFeature(Feature):
         self._steps = {}
 
     def _refuse_where_ignored(self, function: int) -> None:
-        trainer, why = self.trainer, self.trainer.why_one_advantage
+        trainer = self.trainer
+        why = trainer.why_one_advantage
         if trainer.is_in_train and trainer.model.training and trainer.rollout_in_progress is None:
             why = f"{type(trainer).__name__} makes its rollouts without calling super(). Call super() there,"
         elif why is None and trainer.multi_objective_aggregation != "sum_then_normalize":  # which RLOO does not have
@@ -179,7 +188,8 @@ class StepRewardsFeature(Feature):
         return [self._completion(index, row) for index, row in enumerate(mask.tolist())]
 
     def _completion(self, index: int, mask: list[bool]) -> RewardedCompletion:
-        content, ids = self._returned.completions[index], self._returned.completion_ids[index]
+        content = self._returned.completions[index]
+        ids = self._returned.completion_ids[index]
         is_own = mask[: len(ids)]
         own_end = max((t + 1 for t, is_sampled in enumerate(is_own) if is_sampled), default=0)
         steps: dict[int, list[tuple[int, float]]] = {}

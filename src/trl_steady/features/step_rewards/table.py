@@ -9,6 +9,8 @@ from torch import Tensor
 
 from trl_steady.functional.advantages import total_rewards
 
+_NO_STEP = torch.iinfo(torch.int64).max  # an end beyond every completion
+
 
 class RewardedCompletion(NamedTuple):
     """A completion without its scalar rewards, in a plain form that can be sent to other processes."""
@@ -48,21 +50,33 @@ def tabulate(completions: Sequence[RewardedCompletion], scalars: Tensor, weights
     is_rewarded = ~scalars.isnan().all(1)
     rows: list[list[tuple[int, dict[int, float]]]] = []  # end and rewards by function of each step
     for completion, numbers in zip(completions, scalars.tolist(), strict=True):
-        row: dict[int, dict[int, float]] = {}
+        by_end: dict[int, dict[int, float]] = {}  # end -> function -> reward
         for function, number in enumerate(numbers):
             if math.isnan(number):
                 continue
             for end, value in completion.steps.get(function, [(completion.tokens, number)]):
-                at_end = row.setdefault(end, {})
+                at_end = by_end.setdefault(end, {})
                 at_end[function] = at_end.get(function, 0.0) + value
-        if cover and not all(map(math.isnan, numbers)) and max(row, default=-1) < completion.own_end:
-            row[completion.own_end] = {0: 0.0}  # any function will do
-        rows.append(sorted(row.items()))
-    size = (len(rows), max(1, *map(len, rows)))
-    missing = (torch.iinfo(torch.int64).max, dict[int, float]())
-    steps = [step for row in rows for step in [*row, *[missing] * (size[1] - len(row))]]
-    ends = torch.tensor([end for end, _ in steps], device=scalars.device)
+        has_reward = not all(map(math.isnan, numbers))
+        last_end = max(by_end, default=-1)
+        if cover and has_reward and last_end < completion.own_end:
+            by_end[completion.own_end] = {0: 0.0}  # any function will do
+        rows.append(sorted(by_end.items()))
+
+    functions = scalars.size(1)
+    width = max(map(len, rows), default=0)
+    width = max(width, 1)
+    ends: list[int] = []
+    rewards: list[list[float]] = []  # (N · S, K) by function
+    for row in rows:
+        for end, at_end in row:
+            ends.append(end)
+            rewards.append([at_end.get(function, math.nan) for function in range(functions)])
+        for _ in range(width - len(row)):
+            ends.append(_NO_STEP)
+            rewards.append([math.nan] * functions)
     # sum as TRL does: function by function, in its dtype
-    flat = scalars.new_tensor([[at_end.get(k, math.nan) for k in range(scalars.size(1))] for _, at_end in steps])
-    rewards = total_rewards(flat, weights)
-    return StepTable(rewards.view(size), ends.view(size), is_rewarded)
+    totals = total_rewards(scalars.new_tensor(rewards), weights)
+    all_ends = torch.tensor(ends, device=scalars.device)
+    size = (len(rows), width)
+    return StepTable(totals.view(size), all_ends.view(size), is_rewarded)
