@@ -116,8 +116,9 @@ class Advantages(Feature):
 
     def _with_token_baseline(self, rollout: Rollout) -> Tensor:
         """Return the advantages (B,) with a baseline for each token in place of the group's, (B, T)."""
-        accelerator, own = self.trainer.accelerator, rollout.advantages
-        if own.dim() > 1:
+        accelerator = self.trainer.accelerator
+        of_process = rollout.advantages
+        if of_process.dim() > 1:
             why = "a reward function returned StepRewards, whose advantages have a baseline of steps"
             self.refuse(_TOKEN_BASELINE, why)
         if self._energies is None:
@@ -128,31 +129,33 @@ class Advantages(Feature):
         self._energies = None
         # the completions of a group may be on several processes
         padded = cast(Any, accelerator).pad_across_processes(energies, dim=1, pad_index=torch.nan)
-        all_advantages, all_energies = cast(tuple[Tensor, Tensor], accelerator.gather((own, padded)))
+        all_advantages, all_energies = cast(tuple[Tensor, Tensor], accelerator.gather((of_process, padded)))
         group_size = rollout.group_rewards.size(1)
-        found = advantages.token_baseline(all_advantages, all_energies, group_size=group_size)
+        with_baseline = advantages.token_baseline(all_advantages, all_energies, group_size=group_size)
         # a view would keep those of all processes alive
-        return found[own_rows(accelerator, len(own)), : energies.size(1)].clone()
+        return with_baseline[own_rows(accelerator, len(of_process)), : energies.size(1)].clone()
 
     def _checked(self, name: str, returned: object, rollout: Rollout) -> Tensor:
         """Return what a script's method `name` returned, as (B,) or (B, T) constants like those of the trainer."""
-        mask, like = rollout.is_sampled, rollout.advantages
+        mask = rollout.is_sampled
+        like = rollout.advantages
         count, width = mask.shape
         shapes = f"Return ({count},), one for each completion of this process, or ({count}, {width}), for each token."
         try:
-            found = torch.as_tensor(returned, dtype=like.dtype, device=like.device).detach()
+            constants = torch.as_tensor(returned, dtype=like.dtype, device=like.device).detach()
         except (TypeError, ValueError, RuntimeError):
             kind = type(returned).__name__
             raise ValueError(f"{name} returned a {kind}, which is no tensor of numbers. {shapes}") from None
-        if found.shape not in ((count,), (count, width)):
-            raise ValueError(f"{name} returned shape {tuple(found.shape)}. {shapes}")
-        if found.dim() == 2:
-            if why := self.trainer.why_one_advantage:
+        if constants.shape not in ((count,), (count, width)):
+            raise ValueError(f"{name} returned shape {tuple(constants.shape)}. {shapes}")
+        if constants.dim() == 2:
+            why = self.trainer.why_one_advantage
+            if why:
                 raise ValueError(f"{name} returned one advantage per token. But {why} or return shape ({count},).")
-            found = found.where(mask, 0)
-        if not found.isfinite().all():
+            constants = constants.where(mask, 0)
+        if not constants.isfinite().all():
             raise ValueError(
                 f"{name} returned nan or an infinite number. A reward is nan if its function returned None: return 0 "
                 "there."
             )
-        return found
+        return constants
