@@ -4,7 +4,7 @@ import copy
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("moe", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
     "conv1d": ("transposed", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
 }
-NAMED_WRONGLY_BY_TRL = {"tokens"}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 BASES = {"nf4": NF4, "double": {**NF4, "bnb_4bit_use_double_quant": True}, "int8": {"load_in_8bit": True}}
 
@@ -157,7 +156,7 @@ def test_it_is_pefts_merge_under_trls_names_and_the_model_stays(kind: str) -> No
         torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-6, atol=1e-6)
     changed = [name for name, weight in weights.items() if not torch.equal(weight, base[name])]
     assert changed and len(changed) < len(base)
-    if kind not in NAMED_WRONGLY_BY_TRL:
+    if kind != "tokens":  # which TRL names wrongly
         alone = policy(kind)  # beside `ref`, TRL has a name too many
         assert [*weights] == [name for name, _ in trl_push(alone)]
 
@@ -237,15 +236,15 @@ def quantised_policy(wide: Path, base: str, dtype: torch.dtype, **options: Any) 
     return model
 
 
-def dequantised(layer: Any) -> Tensor:
-    if isinstance(layer, bnb.nn.Linear8bitLt):
-        scales = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
-        return layer.weight.data.float() * scales.unsqueeze(1) / 127
-    return bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
-
-
 @pytest.mark.parametrize("base", BASES)
 def test_on_a_quantised_base_it_is_the_dequantised_weight_and_the_delta(wide: Path, base: str) -> None:
+
+    def dequantised(layer: Any) -> Tensor:
+        if isinstance(layer, bnb.nn.Linear8bitLt):
+            scales = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
+            return layer.weight.data.float() * scales.unsqueeze(1) / 127
+        return bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+
     model = quantised_policy(wide, base, torch.bfloat16)
     before = state(model)
     rounded = pushed(model)
@@ -303,54 +302,41 @@ def test_no_merged_weight_is_kept_and_what_is_not_merged_is_not_copied() -> None
     assert merged == 4
 
 
-def convolution() -> PeftModel:
-    model = torch.nn.Module()
-    model.conv = torch.nn.Conv1d(4, 4, 3)
-    return adapted(model, {"target_modules": ["conv"]})
-
-
-def with_layer_of(change: Callable[[Tensor], Tensor]) -> PeftModel:
-    model = policy("linear")
-    layer = model.get_base_model().model.layers[0].mlp.down_proj
-    layer.weight = torch.nn.Parameter(change(layer.weight.data), requires_grad=False)
-    return model
-
-
-class Sharded(Tensor):
-    """As torchao's weights and sharded ones are."""
-
-
 def two_active(kind: str) -> PeftModel:
     model = policy(kind, ref=True)
     model.base_model.set_adapter(["default", "ref"])
     return model
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "two": (lambda: two_active("dora"), "embed_tokens.weight with DoRA in one of 2 active adapters"),
-    "tuner": (
-        lambda: get_peft_model(bare("dense"), peft.IA3Config(task_type="CAUSAL_LM", feedforward_modules=[])),
-        "an adapter of IA3Config",
-    ),
-    "layer": (convolution, "conv.weight in a Conv1d"),
-    "variant": (
-        lambda: adapted(bare("dense"), {"target_modules": ATTENTION, "alora_invocation_tokens": [1]}),
-        "q_proj.weight in a Linear ALoraLinearVariant",
-    ),
-    "float8": (
-        lambda: with_layer_of(lambda weight: weight.to(torch.float8_e4m3fn)),
-        "down_proj.weight, a Tensor of torch.float8_e4m3fn,",
-    ),
-    "subclass": (
-        lambda: with_layer_of(lambda weight: weight.as_subclass(Sharded)),
-        "down_proj.weight, a Sharded of torch.float32,",
-    ),
-}
-
-
 @pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_merged_on_the_side_is_refused_before_anything_is_pushed(case: str) -> None:
-    build, what = REFUSED[case]
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("two", "embed_tokens.weight with DoRA in one of 2 active adapters"),
+        ("tuner", "an adapter of IA3Config"),
+        ("layer", "conv.weight in a Conv1d"),
+        ("variant", "q_proj.weight in a Linear ALoraLinearVariant"),
+        ("float8", "down_proj.weight, a Tensor of torch.float8_e4m3fn,"),
+        ("subclass", "down_proj.weight, a Sharded of torch.float32,"),
+    ],
+)
+def test_what_cannot_be_merged_on_the_side_is_refused_before_anything_is_pushed(case: str, what: str) -> None:
+    class Sharded(Tensor):
+        """As torchao's weights and sharded ones are."""
+
+    model = two_active("dora") if case == "two" else policy("linear")
+    if case == "tuner":
+        model = get_peft_model(bare("dense"), peft.IA3Config(task_type="CAUSAL_LM", feedforward_modules=[]))
+    elif case == "layer":
+        convolution: Any = torch.nn.Module()
+        convolution.conv = torch.nn.Conv1d(4, 4, 3)
+        model = adapted(convolution, {"target_modules": ["conv"]})
+    elif case == "variant":
+        model = adapted(bare("dense"), {"target_modules": ATTENTION, "alora_invocation_tokens": [1]})
+    elif case in ("float8", "subclass"):
+        layer = model.get_base_model().model.layers[0].mlp.down_proj
+        weight = layer.weight.data
+        weight = weight.to(torch.float8_e4m3fn) if case == "float8" else weight.as_subclass(Sharded)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     with pytest.raises(ValueError, match=f"{what} cannot be merged .*Use LoRA or DoRA .*use_vllm=False"):
-        merged_weights(build())
+        merged_weights(model)

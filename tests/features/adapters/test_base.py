@@ -21,8 +21,6 @@ from trl_steady.features.reward_model.feature import RewardModel
 
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1}
-TEXT = {**tiny.SIZES, "head_dim": 8}
-TOKENS = tiny.tokenizer()("ab+=").input_ids  # of the prompts
 
 
 def policy(folder: Path, *trained: str, **lora: Any) -> Any:
@@ -36,33 +34,28 @@ def policy(folder: Path, *trained: str, **lora: Any) -> Any:
     return model
 
 
-def whole(_: Any) -> Any:
-    return contextlib.nullcontext()
-
-
-# towers
-
-
-def qwen() -> Any:
+def test_lora_in_a_vision_tower_is_not_served(tmp_path: Path) -> None:
+    """vLLM skips the modules of a tower with a log line."""
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
     tokens = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    text, vision = {**TEXT, "rope_parameters": rope}, {**vision, "deepstack_visual_indexes": [0]}
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
-    return transformers.Qwen3VLForConditionalGeneration(config)
+    config = transformers.Qwen3VLConfig(
+        text_config={**tiny.SIZES, "head_dim": 8, "rope_parameters": rope},
+        vision_config={**vision, "deepstack_visual_indexes": [0]},
+        **tokens,
+    )
+    transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(tmp_path)
 
+    def adapted(targets: str) -> Any:
+        base = transformers.Qwen3VLForConditionalGeneration.from_pretrained(tmp_path)
+        return get_peft_model(base, LoraConfig(target_modules=f".*language_model.*q_proj|{targets}"))
 
-def test_lora_in_a_vision_tower_is_not_served(tmp_path: Path) -> None:
-    """vLLM skips the modules of a tower with a log line."""
-    qwen().save_pretrained(tmp_path)
-    load, inside = transformers.Qwen3VLForConditionalGeneration.from_pretrained, r".*language_model.*q_proj"
-    text = get_peft_model(load(tmp_path), LoraConfig(target_modules=f"{inside}|lm_head"))
-    assert BaseModel(text).adapted_elsewhere == [] and "vision" not in (why_not_served(text, "colocate", whole) or "")
-    both = get_peft_model(load(tmp_path), LoraConfig(target_modules=f"{inside}|.*qkv"))
-    assert "qkv" in (why_not_served(both, "colocate", whole) or "")
+    def why_not(model: Any) -> str:
+        return why_not_served(model, "colocate", lambda _: contextlib.nullcontext()) or ""
 
-
-# parameters of the base that train
+    text = adapted("lm_head")
+    assert BaseModel(text).adapted_elsewhere == [] and "vision" not in why_not(text)
+    assert "qkv" in why_not(adapted(".*qkv"))
 
 
 @pytest.mark.parametrize("use", ["value", "reward"])
@@ -103,9 +96,6 @@ def test_parameters_of_the_base_that_peft_does_not_save_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"parameters of the base train .*PEFT does not save them.*modules_to_save"):
         tiny.trainer(policy(models["dense"], trained, bias=bias), tmp_path)
-
-
-# starts that change the base
 
 
 @pytest.mark.parametrize(("start", "loaded"), [("olora", False), ("pissa", True)])
@@ -182,9 +172,6 @@ def test_a_run_resumes_on_the_base_that_it_had(
     assert critics.same(tiny.parameters(first), tiny.parameters(again)) == is_same
 
 
-# what should work
-
-
 def test_a_reward_adapter_that_peft_saved_scores_as_peft_does(models: dict[str, Path], tmp_path: Path) -> None:
     lora = {"use_dora": True, "use_rslora": True}
     body = AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1)
@@ -214,6 +201,9 @@ def test_a_reward_adapter_of_another_base_warns(models: dict[str, Path], tmp_pat
 def test_a_critic_and_a_reward_model_stand_beside_trained_tokens_and_modules(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
+
+    TOKENS = tiny.tokenizer()("ab+=").input_ids  # of the prompts
+
     config = LoraConfig(**PLAIN, trainable_token_indices={"embed_tokens": TOKENS}, modules_to_save=["lm_head"])
     build = {"peft_config": config, "reward_funcs": [RewardAdapter(), tiny.reward]}
     trainer = tiny.trainer(models["dense"], tmp_path, build=build, max_steps=2, **PPO)

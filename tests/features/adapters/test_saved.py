@@ -13,77 +13,107 @@ from tests.tools import tiny
 from trl_steady.features.adapters.saved import refuse_other_adapter
 
 RUN: dict[str, Any] = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1}  # a window is 4 steps
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 QV = ["q_proj", "v_proj"]
-EVERY_LAYER = r"model\.layers\.\d+\.self_attn\.(q|v)_proj"
-
-SAME: dict[str, tuple[peft.PeftConfig, peft.PeftConfig]] = {
-    "order": (LoraConfig(**LORA), LoraConfig(**{**LORA, "target_modules": QV[::-1]})),
-    "pattern": (LoraConfig(**LORA), LoraConfig(**{**LORA, "target_modules": EVERY_LAYER})),
-    "start": (LoraConfig(**LORA), LoraConfig(**LORA, init_lora_weights="gaussian")),
-    "order of whole modules": (
-        LoraConfig(**LORA, modules_to_save=["lm_head", "embed_tokens"]),
-        LoraConfig(**LORA, modules_to_save=["embed_tokens", "lm_head"]),
-    ),
-    "no whole module": (LoraConfig(**LORA), LoraConfig(**LORA, modules_to_save=[])),
-    "ranks": (LoraConfig(**LORA), LoraConfig(**LORA, rank_pattern={"q_proj": LORA["r"]})),
-    "dora": (LoraConfig(**LORA, use_dora=True), LoraConfig(**LORA, use_dora=True)),
-    "pissa": (LoraConfig(**LORA, init_lora_weights="pissa"), LoraConfig(**LORA, init_lora_weights="pissa")),
-    "tokens": (LoraConfig(**LORA, trainable_token_indices=[3]), LoraConfig(**LORA, trainable_token_indices=[3])),
-    "all-linear": (LoraConfig(target_modules="all-linear"), LoraConfig(target_modules="all-linear")),
-    "oft": (
-        peft.OFTConfig(r=0, oft_block_size=4, target_modules=QV),
-        peft.OFTConfig(r=0, oft_block_size=4, target_modules=QV),
-    ),
-    "ia3": (
-        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-        peft.IA3Config(target_modules=["down_proj", "k_proj"], feedforward_modules=["down_proj"]),
-    ),
-}
-OTHER: dict[str, tuple[peft.PeftConfig, peft.PeftConfig, str]] = {
-    "fewer modules": (LoraConfig(**LORA), LoraConfig(**{**LORA, "target_modules": ["q_proj"]}), "target_modules="),
-    "more modules": (LoraConfig(**LORA), LoraConfig(**{**LORA, "target_modules": [*QV, "k_proj"]}), "target_modules="),
-    "layers": (LoraConfig(**LORA), LoraConfig(**LORA, layers_to_transform=[1]), "layers_to_transform=None"),
-    "alpha": (LoraConfig(**LORA), LoraConfig(**{**LORA, "lora_alpha": 32}), "lora_alpha=8; .* lora_alpha=32"),
-    "some alphas": (LoraConfig(**LORA), LoraConfig(**LORA, alpha_pattern={"q_proj": 2}), "alpha_pattern="),
-    "rslora": (LoraConfig(**LORA, use_rslora=True), LoraConfig(**LORA), "use_rslora=True; .* use_rslora=False"),
-    "dora": (LoraConfig(**LORA, use_dora=True), LoraConfig(**LORA), "use_dora=True"),
-    "head": (LoraConfig(**LORA, modules_to_save=["lm_head"]), LoraConfig(**LORA), "modules_to_save=.'lm_head'"),
-    "no head": (LoraConfig(**LORA), LoraConfig(**LORA, modules_to_save=["lm_head"]), "modules_to_save=None"),
-    "tokens": (
-        LoraConfig(**LORA, trainable_token_indices=[3]),
-        LoraConfig(**LORA, trainable_token_indices=[4]),
-        r"trainable_token_indices=\[3\]",
-    ),
-    "base": (LoraConfig(**LORA, init_lora_weights="pissa"), LoraConfig(**LORA), "init=.*pissa"),
-    "loha": (
-        peft.LoHaConfig(r=4, alpha=8, target_modules=QV),
-        peft.LoHaConfig(r=4, alpha=4, target_modules=QV),
-        "alpha=8; .* alpha=4",
-    ),
-    "ia3": (
-        peft.IA3Config(target_modules=["o_proj"], feedforward_modules=[]),
-        peft.IA3Config(target_modules=["o_proj"], feedforward_modules=["o_proj"]),
-        "feedforward_modules=",
-    ),
-    "kind": (LoraConfig(**LORA), peft.LoHaConfig(r=4, target_modules=QV), "peft_type="),
-}
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": QV}
 
 
 def policy(folder: Path, config: peft.PeftConfig) -> Any:
     return peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), config)
 
 
-@pytest.mark.parametrize("case", SAME)
-def test_an_adapter_that_means_the_same_is_taken(models: dict[str, Path], tmp_path: Path, case: str) -> None:
-    saved, own = SAME[case]
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        pytest.param(LoraConfig(**LORA), LoraConfig(**{**LORA, "target_modules": QV[::-1]}), id="order"),
+        pytest.param(
+            LoraConfig(**LORA),
+            LoraConfig(**{**LORA, "target_modules": r"model\.layers\.\d+\.self_attn\.(q|v)_proj"}),
+            id="pattern",
+        ),
+        pytest.param(LoraConfig(**LORA), LoraConfig(**LORA, init_lora_weights="gaussian"), id="start"),
+        pytest.param(
+            LoraConfig(**LORA, modules_to_save=["lm_head", "embed_tokens"]),
+            LoraConfig(**LORA, modules_to_save=["embed_tokens", "lm_head"]),
+            id="order of whole modules",
+        ),
+        pytest.param(LoraConfig(**LORA), LoraConfig(**LORA, rank_pattern={"q_proj": LORA["r"]}), id="ranks"),
+        pytest.param(
+            LoraConfig(**LORA, init_lora_weights="pissa"), LoraConfig(**LORA, init_lora_weights="pissa"), id="pissa"
+        ),
+        pytest.param(
+            LoraConfig(**LORA, trainable_token_indices=[3]),
+            LoraConfig(**LORA, trainable_token_indices=[3]),
+            id="tokens",
+        ),
+        pytest.param(
+            LoraConfig(target_modules="all-linear"), LoraConfig(target_modules="all-linear"), id="all-linear"
+        ),
+        pytest.param(
+            peft.OFTConfig(r=0, oft_block_size=4, target_modules=QV),
+            peft.OFTConfig(r=0, oft_block_size=4, target_modules=QV),
+            id="oft",
+        ),
+        pytest.param(
+            peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+            peft.IA3Config(target_modules=["down_proj", "k_proj"], feedforward_modules=["down_proj"]),
+            id="ia3",
+        ),
+    ],
+)
+def test_an_adapter_that_means_the_same_is_taken(
+    models: dict[str, Path], tmp_path: Path, saved: peft.PeftConfig, own: peft.PeftConfig
+) -> None:
     policy(models["dense"], saved).save_pretrained(tmp_path)
     refuse_other_adapter(policy(models["dense"], own), tmp_path)
 
 
-@pytest.mark.parametrize("case", OTHER)
-def test_another_adapter_is_refused(models: dict[str, Path], tmp_path: Path, case: str) -> None:
-    saved, own, message = OTHER[case]
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    [
+        pytest.param(
+            LoraConfig(**LORA),
+            LoraConfig(**{**LORA, "target_modules": ["q_proj"]}),
+            "target_modules=",
+            id="fewer modules",
+        ),
+        pytest.param(
+            LoraConfig(**LORA), LoraConfig(**LORA, layers_to_transform=[1]), "layers_to_transform=None", id="layers"
+        ),
+        pytest.param(
+            LoraConfig(**LORA), LoraConfig(**{**LORA, "lora_alpha": 32}), "lora_alpha=8; .* lora_alpha=32", id="alpha"
+        ),
+        pytest.param(LoraConfig(**LORA, use_dora=True), LoraConfig(**LORA), "use_dora=True", id="dora"),
+        pytest.param(
+            LoraConfig(**LORA, modules_to_save=["lm_head"]),
+            LoraConfig(**LORA),
+            "modules_to_save=.'lm_head'",
+            id="head",
+        ),
+        pytest.param(
+            LoraConfig(**LORA, trainable_token_indices=[3]),
+            LoraConfig(**LORA, trainable_token_indices=[4]),
+            r"trainable_token_indices=\[3\]",
+            id="tokens",
+        ),
+        pytest.param(LoraConfig(**LORA, init_lora_weights="pissa"), LoraConfig(**LORA), "init=.*pissa", id="base"),
+        pytest.param(
+            peft.LoHaConfig(r=4, alpha=8, target_modules=QV),
+            peft.LoHaConfig(r=4, alpha=4, target_modules=QV),
+            "alpha=8; .* alpha=4",
+            id="loha",
+        ),
+        pytest.param(
+            peft.IA3Config(target_modules=["o_proj"], feedforward_modules=[]),
+            peft.IA3Config(target_modules=["o_proj"], feedforward_modules=["o_proj"]),
+            "feedforward_modules=",
+            id="ia3",
+        ),
+        pytest.param(LoraConfig(**LORA), peft.LoHaConfig(r=4, target_modules=QV), "peft_type=", id="kind"),
+    ],
+)
+def test_another_adapter_is_refused(
+    models: dict[str, Path], tmp_path: Path, saved: peft.PeftConfig, own: peft.PeftConfig, message: str
+) -> None:
     policy(models["dense"], saved).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"(?s)holds an adapter with.*{message}.*Give the configuration"):
         refuse_other_adapter(policy(models["dense"], own), tmp_path)
