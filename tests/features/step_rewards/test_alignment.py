@@ -38,62 +38,59 @@ def byte_level() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def characters(raw: bytes) -> tuple[str, list[tuple[int, int]]]:
-    """The text of `raw` and the bytes of each character, by the codec's own account of what it replaces."""
-    bad: list[tuple[int, int]] = []
-
-    def note(error: UnicodeError) -> tuple[str, int]:
-        assert isinstance(error, UnicodeDecodeError)
-        bad.append((error.start, error.end))
-        return "�", error.end
-
-    codecs.register_error("note", note)
-    text, spans, position = raw.decode(errors="note"), [], 0
-    replaced = dict(bad)
-    for character in text:
-        end = replaced.get(position, position + len(character.encode()))
-        spans.append((position, end))
-        position = end
-    assert position == len(raw)
-    return text, spans
-
-
-def bytes_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[bytes]:
-    """Of each token, by ByteLevel's alphabet: most bytes stand for themselves, the others come after 255 in order."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    alphabet = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    pieces = []
-    for token in tokenizer.convert_ids_to_tokens(ids):
-        if token in ("<eos>", "<pad>"):
-            pieces.append(b"")
-        elif token == "<a tool's call>":
-            pieces.append(token.encode())
-        else:
-            pieces.append(bytes(alphabet[character] for character in token))
-    return pieces
-
-
 def completion(content: Any, ids: list[int], runs: str = "") -> Completion:
     """`runs` has "m" for each token of the model; none means that all are."""
     is_own = [letter == "m" for letter in runs] or [True] * len(ids)
     return Completion("completion 0", content, ids, is_own)
 
 
-def completions(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """1,000: cuts out of real text, and any tokens at all, which are no text."""
-    rng, real = random.Random(0), tokenizer(TEXT * 3, add_special_tokens=False)["input_ids"]
-    found = []
-    for i in range(1000):
-        if i % 2:
-            start = rng.randrange(len(real) - 1)
-            found.append(real[start : start + rng.randint(1, 40)])
-        else:
-            found.append([rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 40))])
-    return found
-
-
 def test_every_character_belongs_to_exactly_one_steps_tokens(byte_level: PreTrainedTokenizerFast) -> None:
+    def characters(raw: bytes) -> tuple[str, list[tuple[int, int]]]:
+        """The text of `raw` and the bytes of each character, by the codec's own account of what it replaces."""
+        bad: list[tuple[int, int]] = []
+
+        def note(error: UnicodeError) -> tuple[str, int]:
+            assert isinstance(error, UnicodeDecodeError)
+            bad.append((error.start, error.end))
+            return "�", error.end
+
+        codecs.register_error("note", note)
+        text, spans, position = raw.decode(errors="note"), [], 0
+        replaced = dict(bad)
+        for character in text:
+            end = replaced.get(position, position + len(character.encode()))
+            spans.append((position, end))
+            position = end
+        assert position == len(raw)
+        return text, spans
+
+    def bytes_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[bytes]:
+        """The bytes of each token. ByteLevel's alphabet has most bytes as they are, and others after 255 in order."""
+        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in plain]
+        alphabet = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+        pieces = []
+        for token in tokenizer.convert_ids_to_tokens(ids):
+            if token in ("<eos>", "<pad>"):
+                pieces.append(b"")
+            elif token == "<a tool's call>":
+                pieces.append(token.encode())
+            else:
+                pieces.append(bytes(alphabet[character] for character in token))
+        return pieces
+
+    def completions(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+        """1,000: cuts out of real text, and any tokens at all, which are no text."""
+        rng, real = random.Random(0), tokenizer(TEXT * 3, add_special_tokens=False)["input_ids"]
+        found = []
+        for i in range(1000):
+            if i % 2:
+                start = rng.randrange(len(real) - 1)
+                found.append(real[start : start + rng.randint(1, 40)])
+            else:
+                found.append([rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 40))])
+        return found
+
     rng, cut, invalid, inside = random.Random(1), 0, 0, 0
     for ids in completions(byte_level):
         pieces = bytes_of(byte_level, ids)
@@ -140,20 +137,20 @@ def test_by_hand(byte_level: PreTrainedTokenizerFast) -> None:
     assert token_ends(StepRewards([1.0], [3], closed=True), whole, byte_level) == [4]
 
 
-def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """Spaces as ▁, bytes of unknown characters as tokens of their own: Llama's and Gemma's kind."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefgh", "▁a", "▁ab", "cd", "efg"]
-    core = Tokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], 0, byte_fallback=True))
-    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
-
-
 @pytest.mark.parametrize("decoder", ["bytes", "prefixes"])
 def test_tokens_of_one_byte_begin_where_their_characters_do(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half an emoji makes the decoder replace the line break before it too; no token begins before another."""
+
+    def sentencepiece_like() -> PreTrainedTokenizerFast:
+        """Spaces as ▁, bytes of unknown characters as tokens of their own: Llama's and Gemma's kind."""
+        pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefgh", "▁a", "▁ab", "cd", "efg"]
+        core = Tokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], 0, byte_fallback=True))
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        core.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+
     if decoder == "prefixes":
         monkeypatch.setattr(placement, "_sentencepiece", lambda _: b"?")
     tokenizer = sentencepiece_like()

@@ -12,41 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.features.step_rewards.tools import FORMULAS, Length, build, judge, lines, mixed, rows, values_of
+from tests.features.step_rewards.tools import build, ends_of, lines, rows, values_of
 from tests.oracles import advantages as oracles
 from tests.tools import tiny
 from trl_steady import StepRewards
 from trl_steady.features.step_rewards.feature import StepRewardsFeature
-
-
-def array(completions: list[str], **_: Any) -> np.ndarray:
-    return np.array([len(text) / 3 for text in completions])
-
-
-def steps_by_hand(functions: list[Any], weights: list[float], texts: list[str], ids: list[list[int]]) -> list[Any]:
-    """(tokens, [(end, reward), ...]) of each completion, rewards that end at the same token added up."""
-    batch: list[Any] = []
-    returned = []
-    for function in functions:
-        result = function(completions=texts, completion_ids=ids)
-        returned.append(asyncio.run(result) if inspect.isawaitable(result) else result)
-    for i, tokens in enumerate(ids):
-        ends: dict[int, float] = {}
-        for weight, result in zip(weights, returned, strict=True):
-            reward = result[i]
-            if reward is None:
-                continue
-            steps = [(len(tokens), reward)]
-            if isinstance(reward, StepRewards):
-                # that end takes in the end-of-sequence token
-                whole = len(texts[i]) if reward.unit == "characters" else -1
-                pairs = zip(reward.ends, reward.values, strict=True)
-                steps = [(len(tokens) if end == whole else end, value) for end, value in pairs]
-            for end, value in steps:
-                ends[end] = ends.get(end, 0.0) + weight * value
-        unscored = all(result[i] is None for result in returned)
-        batch.append(None if unscored else (len(tokens), sorted(ends.items())))
-    return batch
 
 
 def expected(batch: list[Any], formula: str, group_size: int, scale: str, like: Tensor) -> Tensor:
@@ -59,6 +29,56 @@ def expected(batch: list[Any], formula: str, group_size: int, scale: str, like: 
 @pytest.mark.parametrize(("formula", "scale"), [("process", "group"), ("return_to_go", "batch"), ("process", "none")])
 def test_all_kinds_of_rewards_together(models: dict[str, Path], tmp_path: Path, formula: str, scale: str) -> None:
     """Steps in characters and in tokens, floats and None and an array, sync and async, weighted."""
+
+    def steps_by_hand(functions: list[Any], weights: list[float], texts: list[str], ids: list[list[int]]) -> list[Any]:
+        """(tokens, [(end, reward), ...]) of each completion, rewards that end at the same token added up."""
+        batch: list[Any] = []
+        returned = []
+        for function in functions:
+            result = function(completions=texts, completion_ids=ids)
+            returned.append(asyncio.run(result) if inspect.isawaitable(result) else result)
+        for i, tokens in enumerate(ids):
+            ends: dict[int, float] = {}
+            for weight, result in zip(weights, returned, strict=True):
+                reward = result[i]
+                if reward is None:
+                    continue
+                steps = [(len(tokens), reward)]
+                if isinstance(reward, StepRewards):
+                    # that end takes in the end-of-sequence token
+                    whole = len(texts[i]) if reward.unit == "characters" else -1
+                    pairs = zip(reward.ends, reward.values, strict=True)
+                    steps = [(len(tokens) if end == whole else end, value) for end, value in pairs]
+                for end, value in steps:
+                    ends[end] = ends.get(end, 0.0) + weight * value
+            unscored = all(result[i] is None for result in returned)
+            batch.append(None if unscored else (len(tokens), sorted(ends.items())))
+        return batch
+
+    def mixed(completions: list[str], **_: Any) -> list[StepRewards | float | None]:
+        """A float for some, no verdict for others."""
+        kinds = [lambda t: StepRewards(values_of(t), ends_of(t)), lambda t: float(len(t)), lambda t: None]
+        return [kinds[i % 3](text) for i, text in enumerate(completions)]
+
+    async def judge(completion_ids: list[list[int]], **_: Any) -> list[StepRewards | None]:
+        """Async, in tokens, and without a word on every fourth."""
+        half = lambda ids: max(1, len(ids) // 2)
+        return [
+            StepRewards.at_tokens([sum(ids) % 7 / 7], [half(ids)]) if i % 4 else None
+            for i, ids in enumerate(completion_ids)
+        ]
+
+    class Length:
+        """A callable object, scalar."""
+
+        __name__ = "length"
+
+        def __call__(self, completions: list[str], **_: Any) -> list[float | None]:
+            return [None if i % 6 == 2 else len(text) / 10 for i, text in enumerate(completions)]
+
+    def array(completions: list[str], **_: Any) -> np.ndarray:
+        return np.array([len(text) / 3 for text in completions])
+
     functions, weights = [mixed, Length(), functools.partial(judge), array], [1.0, -0.5, 2.0, 0.25]
     trainer = build(models, tmp_path, functions, reward_weights=weights, step_advantage=formula, scale_rewards=scale)
     output = trainer._generate_and_score_completions(rows(16))
@@ -117,7 +137,7 @@ def test_one_step_at_the_end_trains_as_a_float_does(
     assert steps.feature(StepRewardsFeature).last_rollout[2].dim() == 2
 
 
-@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("formula", ["process", "return_to_go"])
 def test_tokens_that_are_not_the_models_have_no_advantage(
     models: dict[str, Path], tmp_path: Path, formula: str
 ) -> None:
@@ -161,7 +181,10 @@ def test_an_evaluation_has_groups_of_its_own_size(models: dict[str, Path], tmp_p
         for row, mask in zip(output["completion_ids"], output["completion_mask"], strict=True)
     ]
     texts = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
-    batch = steps_by_hand([lines], [1.0], texts, ids)
+    batch = []
+    for text, tokens in zip(texts, ids, strict=True):
+        ends = [len(tokens) if end == len(text) else end for end in ends_of(text)]  # with the end-of-sequence token
+        batch.append((len(tokens), [*zip(ends, values_of(text), strict=True)]))
     in_pairs, in_fours = (expected(batch, "return_to_go", n, "group", output["advantages"]) for n in (2, 4))
     assert torch.allclose(output["advantages"], in_pairs, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(in_pairs, in_fours)

@@ -6,7 +6,6 @@ from typing import Any
 from tests.tools import tiny
 from trl_steady import StepRewards
 
-FORMULAS = ("process", "return_to_go")
 ANSWERS = ["one\ntwo\nthree", "one", "two\ntwo", "a\nb\nc\nd", "", "xy\nz", "\n", "last\none"]
 
 
@@ -29,30 +28,6 @@ def values_of(text: str) -> list[float]:
 
 def lines(completions: list[str], **_: Any) -> list[StepRewards]:
     return [StepRewards(values_of(text), ends_of(text)) for text in completions]
-
-
-def mixed(completions: list[str], **_: Any) -> list[StepRewards | float | None]:
-    """A float for some, no verdict for others."""
-    kinds = [lambda t: StepRewards(values_of(t), ends_of(t)), lambda t: float(len(t)), lambda t: None]
-    return [kinds[i % 3](text) for i, text in enumerate(completions)]
-
-
-async def judge(completion_ids: list[list[int]], **_: Any) -> list[StepRewards | None]:
-    """Async, in tokens, and without a word on every fourth."""
-    half = lambda ids: max(1, len(ids) // 2)
-    return [
-        StepRewards.at_tokens([sum(ids) % 7 / 7], [half(ids)]) if i % 4 else None
-        for i, ids in enumerate(completion_ids)
-    ]
-
-
-class Length:
-    """A callable object, scalar."""
-
-    __name__ = "length"
-
-    def __call__(self, completions: list[str], **_: Any) -> list[float | None]:
-        return [None if i % 6 == 2 else len(text) / 10 for i, text in enumerate(completions)]
 
 
 def rows(count: int) -> list[dict[str, Any]]:
