@@ -1,34 +1,21 @@
-"""PPO runs that are killed and resumed end as the run that was never killed, with policy, critic and coefficient."""
+"""PPO runs that are resumed end as the run that was never stopped, with policy, critic and coefficient."""
 
 import re
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers.trainer_utils import get_last_checkpoint
 
 import trl_steady
 from tests.features.critic.tools import refused
 from tests.tools import resumable, tiny
 from trl_steady.config.options import InRollout, marked
 
-
-class Between(transformers.TrainerCallback):
-    """Tells auditors of the moment between the updates of the critic and of the policy in an optimizer step."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        sys.audit("tests.between", f"updates of step {state.global_step + 1}.")
-
-
-TEXTS = Dataset.from_dict({"text": ["3+4=7", "ab11+12=23", "0", "5+5=10 and 6+6=12", "x"]})
+TEXTS = ["3+4=7", "ab11+12=23", "0", "5+5=10 and 6+6=12", "x"]
 # As in tests/tools/resumable.py: a window is 4 steps, an epoch 12, and the reference moves after 8 and 16. The first
 # window and the checkpoint inside it are warm-up.
 PPO: dict[str, Any] = {
@@ -42,32 +29,12 @@ PPO: dict[str, Any] = {
     "value_learning_rate": 3e-3,
     "lr_scheduler_type": "linear",
     "ptx_coef": 0.1,
-    "build": {"train_dataset": tiny.dataset(24), "ptx_dataset": TEXTS, "callbacks": [Between()]},
+    "build": {"train_dataset": tiny.dataset(24), "ptx_dataset": Dataset.from_dict({"text": TEXTS})},
 }
 
 
 def build(kind: str, model_of: Any, output: Path, **options: Any) -> Any:
     return resumable.build(kind, model_of(kind), output, **{**PPO, **options})
-
-
-# each moment, and where the resumed run goes on: inside a window of the warm-up, and twice inside another
-KILLS: list[tuple[tuple[str, str, int], int]] = [
-    (("open", "checkpoint-6/trainer_state.json", 1), 3),  # while a checkpoint is written
-    (("tests.between", "step 11.", 1), 9),  # between the updates of critic and policy
-    (("os.rename", "checkpoint-18", 4), 15),  # before a checkpoint is in its place, after three files of tensors
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", resumable.KINDS)
-def test_a_killed_run_ends_as_if_it_had_not_been(kind: str, model_of: Any, tmp_path: Path) -> None:
-    model, whole, killed = model_of(kind), tmp_path / "whole", tmp_path / "killed"
-    for kill, step in KILLS:
-        assert resumable.run(kind, model, killed, kill=kill, **PPO) == -signal.SIGKILL
-        assert get_last_checkpoint(str(killed)) == str(killed / f"checkpoint-{step}")
-    assert [resumable.run(kind, model, output, **PPO) for output in (killed, whole)] == [0, 0]
-    ends = [torch.load(output / "state.pt") for output in (whole, killed)]
-    assert resumable.differences(*ends) == []
 
 
 def test_a_checkpoint_resumes_exactly_and_a_save_changes_nothing(model_of: Any, tmp_path: Path) -> None:
@@ -88,9 +55,9 @@ def test_a_checkpoint_holds_the_critic_once(model_of: Any, tmp_path: Path) -> No
     for kind in ("lora", "full"):
         for moves in (True, False):
             output = tmp_path / f"{kind} {moves}"
-            options = {"sync_ref_model": moves, "max_steps": 3, "kl_target": None}
+            options = {"sync_ref_model": moves, "max_steps": 1, "save_steps": 1, "kl_target": None}
             trainer = tiny.train(build(kind, model_of, output, **options))
-            checkpoint = output / "checkpoint-3"
+            checkpoint = output / "checkpoint-1"
             assert not [path for path in checkpoint.iterdir() if path.is_dir()]
             saved = load_file(checkpoint / "critic.safetensors")
             assert resumable.differences(trainer.critic.state(), saved) == [] and "score.weight" in saved
@@ -101,10 +68,9 @@ def test_a_checkpoint_holds_the_critic_once(model_of: Any, tmp_path: Path) -> No
 
 # what a resume refuses
 
-PLAIN: dict[str, Any] = {**PPO, "sync_ref_model": False, "kl_target": None, "value_warmup_steps": 0, "ptx_coef": 0.0}
-PLAIN["build"] = {"train_dataset": tiny.dataset(24)}
-OF_GRPO = {
-    name: value for name, value in PLAIN.items() if name in ("beta", "sync_ref_model", "build") and value is not None
+PLAIN: dict[str, Any] = {
+    **{**PPO, "sync_ref_model": False, "kl_target": None, "value_warmup_steps": 0, "ptx_coef": 0.0},
+    "build": {"train_dataset": tiny.dataset(24)},
 }
 
 
@@ -115,7 +81,8 @@ def runs(model_of: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     steps = {"max_steps": 4, "save_steps": 2}
     tiny.train(build("lora", model_of, folders["lora"], **{**PLAIN, **steps}))
     tiny.train(build("lora", model_of, folders["model only"], **{**PLAIN, **steps, "save_only_model": True}))
-    tiny.train(resumable.build("lora", model_of("lora"), folders["grpo"], **{**OF_GRPO, **steps}))
+    of_grpo = {name: PLAIN[name] for name in ("beta", "sync_ref_model", "build")}
+    tiny.train(resumable.build("lora", model_of("lora"), folders["grpo"], **of_grpo, **steps))
     return folders
 
 
@@ -153,14 +120,12 @@ def test_the_critics_dropout_may_change(
     assert re.search(r"critic\.safetensors holds .*\s+lora_dropout=0.0; .* lora_dropout=0.1", capsys.readouterr().out)
 
 
-FREE = {
-    *("cliprange_value", "value_learning_rate", "value_warmup_steps", "value_init", "ptx_coef"),
-    *("kl_target", "kl_horizon", "num_generations", "kl_estimator"),
-}
-"""Options of PPO that a resume inside a window may change, or that other parts check."""
-
-
 def test_every_option_of_ppo_is_one_or_the_other() -> None:
+    FREE = {
+        *("cliprange_value", "value_learning_rate", "value_warmup_steps", "value_init", "ptx_coef"),
+        *("kl_target", "kl_horizon", "num_generations", "kl_estimator"),
+    }
+
     own = {name for name in vars(trl_steady.PPOConfig)["__annotations__"] if not name.startswith("_")}
     in_rollout = marked(trl_steady.PPOConfig, InRollout).keys() - marked(trl_steady.GRPOConfig, InRollout).keys()
     assert own == in_rollout | FREE

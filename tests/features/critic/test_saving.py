@@ -1,8 +1,6 @@
 """A saved policy and a saved critic load without this package, and begin a new run with the same values."""
 
-import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,13 @@ import transformers
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from tests.tools import resumable, tiny
 from tests.tools import wide as wide_model
 
-KINDS = ("lora", "full", "nf4")
 TEXTS = ["ab1+2=", "30", "ababab12+13=25!"]
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # values are some units; without padding, sums are taken in another order
 
 
 def build(kind: str, model_of: Any, output: Path, **options: Any) -> Any:
@@ -30,77 +27,39 @@ def build(kind: str, model_of: Any, output: Path, **options: Any) -> Any:
     return tiny.trainer(model, output, **options)
 
 
-@dataclasses.dataclass
-class Saved:
-    """A run of three steps, and the folder to which `save_model` has written it."""
-
-    trainer: Any
-    folder: Path
-    base: Path
-    kind: str
-
-    @property
-    def plain_critic(self) -> Any:
-        """As the docs say that it is loaded, with transformers and PEFT alone."""
-        value = self.folder / "value"
-        if self.kind == "full":
-            return AutoModelForSequenceClassification.from_pretrained(value)
-        quantized = {"quantization_config": BitsAndBytesConfig(**wide_model.NF4), "device_map": "cpu"}
-        options: dict[str, Any] = {"dtype": torch.float32, **(quantized if self.kind == "nf4" else {})}
-        base = AutoModelForSequenceClassification.from_pretrained(self.base, num_labels=1, **options)
-        return self._unpacked(peft.PeftModel.from_pretrained(base, value))
-
-    @property
-    def plain_policy(self) -> Any:
-        if self.kind == "full":
-            return AutoModelForCausalLM.from_pretrained(self.folder)
-        base = wide_model.load(self.base, "nf4") if self.kind == "nf4" else None
-        base = base or AutoModelForCausalLM.from_pretrained(self.base)
-        policy = self._unpacked(peft.PeftModel.from_pretrained(base, self.folder))
-        for name, parameter in policy.named_parameters() if self.kind == "nf4" else ():
-            if "lora_" in name:  # TRL has trained it in bf16, and PEFT loads it as float32
-                parameter.data = parameter.data.bfloat16()
-        return policy
-
-    def _unpacked(self, model: Any) -> Any:
-        """Keep bitsandbytes from rounding an NF4 base in eval mode. There is no dropout."""
-        return model.train(self.kind == "nf4")
+def loaded_critic(kind: str, base: Path, folder: Path) -> Any:
+    """The critic of a saved model, as the docs say that it is loaded, with transformers and PEFT alone."""
+    if kind == "full":
+        return AutoModelForSequenceClassification.from_pretrained(folder / "value")
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if kind == "nf4":
+        options.update(quantization_config=BitsAndBytesConfig(**wide_model.NF4), device_map="cpu")
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, **options)
+    # bitsandbytes would round an NF4 base in eval mode. There is no dropout
+    return peft.PeftModel.from_pretrained(model, folder / "value").train(kind == "nf4")
 
 
-@pytest.fixture(scope="module")
-def saved(model_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
-    made: dict[str, Saved] = {}
-
-    def make(kind: str) -> Saved:
-        if kind not in made:
-            output = tmp_path_factory.mktemp(kind)
-            trainer = tiny.train(build(kind, model_of, output))
-            trainer.save_model(str(output / "saved"))
-            made[kind] = Saved(trainer, output / "saved", model_of(kind), kind)
-        return made[kind]
-
-    return make
-
-
-def samples() -> dict[str, Tensor]:
-    """The texts as completions of one token, so that all tokens but the first have a value. They are padded."""
-    rows = [tiny.tokenizer()(text)["input_ids"] for text in TEXTS]
-    width, pad = max(map(len, rows)) - 1, tiny.SIZES["pad_token_id"]
-    ids = torch.tensor([[*row[1:], *[pad] * (width + 1 - len(row))] for row in rows])
-    mask = torch.tensor([[1] * (len(row) - 1) + [0] * (width + 1 - len(row)) for row in rows])
-    prompts = torch.tensor([row[:1] for row in rows])
-    return {
-        **{"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts)},
-        **{"completion_ids": ids, "completion_mask": mask},
-    }
+@pytest.fixture(scope="module", params=["lora", "full", "nf4"])
+def saved(
+    request: pytest.FixtureRequest, model_of: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Any, Path]:
+    """A kind, a trainer of this kind after three steps, and the folder to which `save_model` has written it."""
+    output = tmp_path_factory.mktemp(request.param)
+    trainer = tiny.train(build(request.param, model_of, output))
+    trainer.save_model(str(output / "saved"))
+    return request.param, trainer, output / "saved"
 
 
 @torch.no_grad()
 def values(trainer: Any) -> list[Tensor]:
-    """The values that the trainer's critic gives all tokens of the texts after the first."""
-    columns = samples()
-    found = trainer.values(trainer.critic, columns)
-    return [row[mask.bool()] for row, mask in zip(found, columns["completion_mask"], strict=True)]
+    """The values that the trainer's critic gives all tokens of the texts after the first. The texts are padded."""
+    rows = [torch.tensor(tiny.tokenizer()(text)["input_ids"]) for text in TEXTS]
+    prompts = torch.stack([row[:1] for row in rows])
+    ids = pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=tiny.SIZES["pad_token_id"])
+    mask = pad_sequence([torch.ones_like(row[1:]) for row in rows], batch_first=True)
+    samples = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts)}
+    found = trainer.values(trainer.critic, {**samples, "completion_ids": ids, "completion_mask": mask})
+    return [row[own.bool()] for row, own in zip(found, mask, strict=True)]
 
 
 @torch.no_grad()
@@ -115,17 +74,17 @@ def plain_values(critic: Any) -> tuple[list[Tensor], list[Tensor]]:
     return by_body, by_logit
 
 
-def check_values(expected: list[Tensor], found: list[Tensor], **close: float) -> None:
+def check_values(expected: list[Tensor], found: list[Tensor], *, close: float = 1e-5) -> None:
+    """Values are some units. Without padding, sums are taken in another order."""
     for one, other in zip(expected, found, strict=True):
-        torch.testing.assert_close(other.float(), one, **(close or CLOSE))
+        torch.testing.assert_close(other.float(), one, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_critic_is_a_plain_model_for_sequence_classification(kind: str, saved: Callable[[str], Saved]) -> None:
-    run = saved(kind)
-    expected = values(run.trainer)
+def test_the_critic_is_a_plain_model_for_sequence_classification(saved: tuple[str, Any, Path], model_of: Any) -> None:
+    kind, trainer, folder = saved
+    expected = values(trainer)
     assert torch.cat(expected).std() > 0.01  # not zeros
-    critic = run.plain_critic
+    critic = loaded_critic(kind, model_of(kind), folder)
     by_body, by_logit = plain_values(critic)
     check_values(expected, by_body)
     check_values(expected, by_logit)
@@ -136,56 +95,48 @@ def test_the_critic_is_a_plain_model_for_sequence_classification(kind: str, save
         assert critic.config.num_labels == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_policy_is_saved_without_the_critic(kind: str, saved: Callable[[str], Saved]) -> None:
-    run = saved(kind)
-    assert [path.name for path in run.folder.iterdir() if path.is_dir()] == ["value"]
-    weights = run.folder / ("model.safetensors" if kind == "full" else "adapter_model.safetensors")
+def test_the_policy_is_saved_without_the_critic(saved: tuple[str, Any, Path], model_of: Any) -> None:
+    kind, trainer, folder = saved
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["value"]
+    weights = folder / ("model.safetensors" if kind == "full" else "adapter_model.safetensors")
     names = set(load_file(weights))
     assert not [name for name in names if "score" in name or "value" in name.split(".")]
-    if kind != "full":
-        assert json.loads((run.folder / "adapter_config.json").read_text())["modules_to_save"] is None
-    policy = run.plain_policy
-    own = run.trainer.model.state_dict()
+    own = trainer.model.state_dict()
     if kind == "full":
+        policy = AutoModelForCausalLM.from_pretrained(folder)
         assert names == {name for name in own if name != "lm_head.weight" or name in names}
     else:
+        load = wide_model.load if kind == "nf4" else lambda base, _: AutoModelForCausalLM.from_pretrained(base)
+        policy = peft.PeftModel.from_pretrained(load(model_of(kind), "nf4"), folder).train(kind == "nf4")
         assert list(policy.peft_config) == ["default"]
         assert len(names) == sum(".default." in name for name in own)
-    run.trainer.model.eval()
+        assert json.loads((folder / "adapter_config.json").read_text())["modules_to_save"] is None
+    if kind == "nf4":  # TRL has trained the adapter in bf16, and PEFT loads it as float32
+        for name, parameter in policy.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.bfloat16()
+    trainer.model.eval()
     with torch.no_grad():
         for text in TEXTS:
             ids = torch.tensor([tiny.tokenizer()(text)["input_ids"]])
-            expected = run.trainer.model(ids).logits.log_softmax(-1)
+            expected = trainer.model(ids).logits.log_softmax(-1)
             assert torch.equal(policy(ids).logits.log_softmax(-1), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_critic_begins_a_new_run(
-    kind: str, model_of: Any, tmp_path: Path, saved: Callable[[str], Saved]
-) -> None:
-    run = saved(kind)
+def test_a_saved_critic_begins_a_new_run(saved: tuple[str, Any, Path], model_of: Any, tmp_path: Path) -> None:
+    def adapter(of: Any, name: str) -> dict[str, Tensor]:
+        return {own: value for own, value in tiny.parameters(of).items() if name in own.split(".")}
+
+    kind, trainer, folder = saved
     fresh = build(kind, model_of, tmp_path)
-    new = build(kind, model_of, tmp_path, value_init=str(run.folder / "value"))
-    assert resumable.differences(run.trainer.critic.state(), new.critic.state()) == []
+    new = build(kind, model_of, tmp_path, value_init=str(folder / "value"))
+    assert resumable.differences(trainer.critic.state(), new.critic.state()) == []
     if kind != "full":  # the policy's adapter begins anew; a full critic does not need the policy
         assert resumable.differences(adapter(fresh, "default"), adapter(new, "default")) == []
-    check_values(values(run.trainer), values(new), rtol=0, atol=0)
+    check_values(values(trainer), values(new), close=0)
     assert torch.cat(values(fresh)).abs().max() == 0
     new.train()
-    assert resumable.differences(run.trainer.critic.state(), new.critic.state()) != []
-
-
-def adapter(trainer: Any, name: str) -> dict[str, Tensor]:
-    return {own: value for own, value in tiny.parameters(trainer).items() if name in own.split(".")}
-
-
-# other ways to begin
-
-GIVEN = {
-    **{"hidden_size": 24, "num_hidden_layers": 1, "num_labels": 1},  # another size than the policy's
-    "initializer_range": 0.5,
-}
+    assert resumable.differences(trainer.critic.state(), new.critic.state()) != []
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +144,8 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a model for sequence classification with one label, and its tokenizer."""
     output = tmp_path_factory.mktemp("scorer")
     torch.manual_seed(1)
-    config = transformers.Qwen2Config(**{**tiny.SIZES, **GIVEN})
+    of_another_size = {"hidden_size": 24, "num_hidden_layers": 1, "num_labels": 1}
+    config = transformers.Qwen2Config(**{**tiny.SIZES, **of_another_size})
     AutoModelForSequenceClassification.from_config(config).save_pretrained(output)
     tiny.tokenizer().save_pretrained(output)
     return output
@@ -265,49 +217,47 @@ def test_beginnings_that_contradict_one_another_are_refused(model_of: Any, tmp_p
             build(kind, model_of, tmp_path, **options)
 
 
-ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "of another rank, on other layers, with DoRA": (
-        "dense",
-        tiny.LORA,
-        {"r": 2, "lora_alpha": 4, "target_modules": ["o_proj", "down_proj"], "use_dora": True},
-    ),
-    # PEFT changes the base for the policy's modules when it loads either
-    "beside PiSSA": (
-        "dense",
-        {**tiny.LORA, "init_lora_weights": "pissa"},
-        {"r": 4, "init_lora_weights": "pissa", "target_modules": ["o_proj"]},
-    ),
-    "beside a trained LM head": ("dense", {**tiny.LORA, "modules_to_save": ["lm_head"]}, {}),
-    "on experts and routers": (
-        "moe",
-        {
-            **{**tiny.LORA, "lora_dropout": 0.0, "target_modules": ["q_proj"]},
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"],
-        },
-        {},
-    ),
-}
-"""Model, and the adapters of policy and critic, whose adapter is by default of the same kind."""
-
-
-@pytest.mark.parametrize("case", ADAPTERS)
-def test_adapters_of_other_kinds_are_saved_and_loaded(models: dict[str, Path], tmp_path: Path, case: str) -> None:
-    name, of_policy, of_critic = ADAPTERS[case]
+@pytest.mark.parametrize(
+    ("name", "of_policy", "of_critic"),
+    [
+        pytest.param(
+            "dense",
+            tiny.LORA,
+            {"r": 2, "lora_alpha": 4, "target_modules": ["o_proj", "down_proj"], "use_dora": True},
+            id="of another rank, on other layers, with DoRA",
+        ),
+        pytest.param(
+            "dense",
+            {**tiny.LORA, "init_lora_weights": "pissa"},
+            {"r": 4, "init_lora_weights": "pissa", "target_modules": ["o_proj"]},
+            id="beside PiSSA",
+        ),
+        pytest.param("dense", {**tiny.LORA, "modules_to_save": ["lm_head"]}, {}, id="beside a trained LM head"),
+        pytest.param(
+            "moe",
+            {
+                **{**tiny.LORA, "lora_dropout": 0.0, "target_modules": ["q_proj"]},
+                "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"],
+            },
+            {},
+            id="on experts and routers",
+        ),
+    ],
+)
+def test_adapters_of_other_kinds_are_saved_and_loaded(
+    models: dict[str, Path], tmp_path: Path, name: str, of_policy: dict[str, Any], of_critic: dict[str, Any]
+) -> None:
     build_: dict[str, Any] = {"peft_config": LoraConfig(**of_policy)}
     if of_critic:
         build_["value_peft_config"] = LoraConfig(**of_critic)
     options: dict[str, Any] = {"method": "PPO", "num_generations": 1, "max_steps": 2, "build": build_}
     trainer = tiny.train(tiny.trainer(models[name], tmp_path, **options))
     trainer.save_model(str(tmp_path / "saved"))
-    run = Saved(trainer, tmp_path / "saved", models[name], "lora")
-    for found in plain_values(run.plain_critic):
+    for found in plain_values(loaded_critic("lora", models[name], tmp_path / "saved")):
         check_values(values(trainer), found)
     build_.pop("value_peft_config", None)  # the saved critic has its own
     again = tiny.trainer(models[name], tmp_path, value_init=str(tmp_path / "saved" / "value"), **options)
     assert resumable.differences(trainer.critic.state(), again.critic.state()) == []
-
-
-# bf16
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
@@ -330,7 +280,7 @@ def test_a_bf16_policy_has_a_critic_with_a_head_in_float32(kind: str, model_of: 
         plain = AutoModelForSequenceClassification.from_pretrained(value).eval()
         assert plain.dtype == torch.bfloat16
     for found in plain_values(plain):
-        check_values(values(trainer), found, rtol=2e-2, atol=2e-2)  # the head has been rounded
+        check_values(values(trainer), found, close=2e-2)  # the head has been rounded
     model = AutoModelForCausalLM.from_pretrained(model_of("lora"), dtype=torch.bfloat16)
     resumed = build(kind, model_of, tmp_path, model=model, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -14,75 +14,74 @@ from tests.features.critic import tools as critics
 from tests.features.critic.tools import ANSWERS, WEIGHTS, Twin, build, rows
 from tests.oracles import ppo as oracles
 from tests.tools import tiny
-from trl_steady.features.critic.feature import Critic
 
-DEFAULTS = {"gamma": 1.0, "lam": 0.95, "kl_coef": 0.05, "whiten_advantages": True, "whiten_rewards": False}
 EVERYTHING = {
     **{"kl_coef": 0.3, "gamma": 0.9, "lam": 0.5, "value_lam": 0.8, "whiten_rewards": True},
     **{"missing_eos_penalty": 3.0, "bootstrap_truncated": True},
 }
-OPTIONS: list[dict[str, Any]] = [
-    {"whiten_advantages": False},
-    {"kl_coef": 0.0},
-    {"gamma": 0.9, "lam": 0.6},
-    {"value_lam": 1.0},
-    {"whiten_rewards": True},
-    {"missing_eos_penalty": 3.0},
-    {"bootstrap_truncated": True},
-    EVERYTHING,
-    {**EVERYTHING, "mask_truncated_completions": True},
-]
 
 
-def targets(samples: dict[str, Any], after: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of the answers from the oracle. Those without a reward are left out beforehand.
-
-    `after` (B,) has the values after the last tokens.
-    """
-    options = {**DEFAULTS, **options}
-    scored = [number for number, own in enumerate(ANSWERS) if own.is_scored]
-    mask = (samples["completion_mask"] * samples["tool_mask"]).bool()
-    steps = [ANSWERS[number].earned(WEIGHTS) for number in scored]
-    penalty = options.get("missing_eos_penalty")
-    if penalty is not None:
-        steps = [
-            [*own, (len(ANSWERS[number].ids), -penalty)] if ANSWERS[number].is_cut else own
-            for own, number in zip(steps, scored, strict=True)
-        ]
-    size = max(map(len, steps))
-    padded = [[*own, *[(0, math.nan)] * (size - len(own))] for own in steps]
-    logps = [samples.get(f"{name}_per_token_logps") for name in ("old", "ref")]
-    tables = [None if own is None else own[scored] for own in logps]
-    bootstrap = [after[number] if ANSWERS[number].is_cut else 0.0 for number in scored]
-    found = oracles.ppo_targets(
-        [[end for end, _ in own] for own in padded],
-        [[value for _, value in own] for own in padded],
-        *([] if tables[0] is None else tables[0], tables[1]),
-        samples["values"][scored],
-        mask[scored],
-        bootstrap if options.get("bootstrap_truncated") else None,
-        value_lam=options.get("value_lam", options["lam"]),
-        **{name: options[name] for name in DEFAULTS},
-    )
-    whole = [torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.float64)]
-    whole[1][[number for number in range(len(ANSWERS)) if number not in scored]] = math.nan
-    for table, own in zip(whole, found, strict=True):
-        table[scored] = torch.tensor(own, dtype=torch.float64)
-    return whole[0], whole[1]
-
-
-def apart(found: Tensor, expected: Tensor) -> float:
-    """The largest difference; infinite if they are not NaN at the same places."""
-    if not torch.equal(found.isnan(), expected.isnan()):
-        return math.inf
-    return (found.double() - expected).nan_to_num(nan=0.0).abs().max().item()
-
-
-@pytest.mark.parametrize(("options", "lora"), [*((own, True) for own in OPTIONS), (EVERYTHING, False)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "lora"),
+    [
+        ({"whiten_advantages": False}, True),
+        ({"kl_coef": 0.0}, True),
+        ({"bootstrap_truncated": True}, True),
+        (EVERYTHING, True),
+        ({**EVERYTHING, "mask_truncated_completions": True}, True),
+        (EVERYTHING, False),
+    ],
+    ids=str,
+)
 def test_advantages_and_returns_are_the_oracles(
     models: dict[str, Path], tmp_path: Path, options: dict[str, Any], lora: bool
 ) -> None:
     """Tools, step rewards, two weighted functions, answers without a reward, and others that are cut off."""
+
+    defaults = {"gamma": 1.0, "lam": 0.95, "kl_coef": 0.05, "whiten_advantages": True, "whiten_rewards": False}
+
+    def targets(samples: dict[str, Any], after: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Advantages and returns of the answers from the oracle. Those without a reward are left out beforehand.
+
+        `after` (B,) has the values after the last tokens.
+        """
+        options = {**defaults, **options}
+        scored = [number for number, own in enumerate(ANSWERS) if own.is_scored]
+        mask = (samples["completion_mask"] * samples["tool_mask"]).bool()
+        steps = [ANSWERS[number].earned(WEIGHTS) for number in scored]
+        penalty = options.get("missing_eos_penalty")
+        if penalty is not None:
+            steps = [
+                [*own, (len(ANSWERS[number].ids), -penalty)] if ANSWERS[number].is_cut else own
+                for own, number in zip(steps, scored, strict=True)
+            ]
+        size = max(map(len, steps))
+        padded = [[*own, *[(0, math.nan)] * (size - len(own))] for own in steps]
+        logps = [samples.get(f"{name}_per_token_logps") for name in ("old", "ref")]
+        tables = [None if own is None else own[scored] for own in logps]
+        bootstrap = [after[number] if ANSWERS[number].is_cut else 0.0 for number in scored]
+        found = oracles.ppo_targets(
+            [[end for end, _ in own] for own in padded],
+            [[value for _, value in own] for own in padded],
+            *([] if tables[0] is None else tables[0], tables[1]),
+            samples["values"][scored],
+            mask[scored],
+            bootstrap if options.get("bootstrap_truncated") else None,
+            value_lam=options.get("value_lam", options["lam"]),
+            **{name: options[name] for name in defaults},
+        )
+        whole = [torch.zeros(mask.shape, dtype=torch.float64), torch.zeros(mask.shape, dtype=torch.float64)]
+        whole[1][[number for number in range(len(ANSWERS)) if number not in scored]] = math.nan
+        for table, own in zip(whole, found, strict=True):
+            table[scored] = torch.tensor(own, dtype=torch.float64)
+        return whole[0], whole[1]
+
+    def apart(found: Tensor, expected: Tensor) -> float:
+        """The largest difference; infinite if they are not NaN at the same places."""
+        if not torch.equal(found.isnan(), expected.isnan()):
+            return math.inf
+        return (found.double() - expected).nan_to_num(nan=0.0).abs().max().item()
+
     trainer = build(models["dense"], tmp_path, lora=lora, known=True, **options)
     samples = trainer._generate_and_score_completions(rows())
     with torch.no_grad():
@@ -97,20 +96,15 @@ def test_advantages_and_returns_are_the_oracles(
         assert max(apart(*pair) for pair in zip(others, (advantages, returns), strict=True)) > 1e-2
 
 
-PASSES: list[dict[str, Any]] = [{"trim_padding": False}, {}, {"token_budget": 20, "share_prompts": True}]
-
-ADAPTERS = {
-    "value_peft_config": {"value_peft_config": LoraConfig(r=2, target_modules=["k_proj", "down_proj"])},
-    "modules_to_save": {"peft_config": LoraConfig(**tiny.LORA, modules_to_save=["embed_tokens"])},
-    "dora": {"peft_config": LoraConfig(**tiny.LORA, use_dora=True)},
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *(("lora", own) for own in PASSES),
-        *((kind, PASSES[-1]) for kind in ("full", "nf4", "lora moe", "full moe", *ADAPTERS)),
+        ("lora", {"trim_padding": False}),
+        ("lora", {}),
+        *(
+            (kind, {"token_budget": 20, "share_prompts": True})
+            for kind in ("lora", "full", "nf4", "lora moe", "full moe", "value_peft_config", "modules_to_save", "dora")
+        ),
     ],
     ids=str,
 )
@@ -119,8 +113,12 @@ def test_values_and_log_probs_are_those_of_a_plain_forward(
 ) -> None:
     """The critic's adapter acts in the critic's pass, and in no other."""
     own: dict[str, Any] = {"nf4": kind == "nf4", "lora": not kind.startswith("full")}
-    if kind in ADAPTERS:
-        own["build"] = ADAPTERS[kind]
+    if kind == "value_peft_config":
+        own["build"] = {"value_peft_config": LoraConfig(r=2, target_modules=["k_proj", "down_proj"])}
+    elif kind == "modules_to_save":
+        own["build"] = {"peft_config": LoraConfig(**tiny.LORA, modules_to_save=["embed_tokens"])}
+    elif kind == "dora":
+        own["build"] = {"peft_config": LoraConfig(**tiny.LORA, use_dora=True)}
     if "moe" in kind:
         own["router_aux_loss_coef"] = 0.0  # prompts are not shared with a load-balancing loss
     model = wide if kind == "nf4" else models["moe" if "moe" in kind else "dense"]
@@ -176,21 +174,24 @@ def test_passes_of_a_rollout(models: dict[str, Path], tmp_path: Path, lora: bool
 def test_the_coefficient_of_the_kl_moves_toward_its_target(models: dict[str, Path], tmp_path: Path) -> None:
     """The rollout that moves it still uses the old one. An evaluation does not move it."""
     how = {"kl_coef": 0.5, "kl_target": 0.7, "kl_horizon": 50}
+    torch.manual_seed(0)
     trainer = build(models["dense"], tmp_path, lora=True, known=True, whiten_advantages=False, **how)
-    own, coefs = trainer.feature(Critic), [0.5]
+    coefs = [0.5]
     for _ in range(2):
         assert trainer.kl_coef == coefs[-1]
         samples = trainer._generate_and_score_completions(rows())
         mask = (samples["completion_mask"] * samples["tool_mask"]).bool()
-        _, returns = targets(samples, mask[:, 0], {"kl_coef": coefs[-1], "whiten_advantages": False})
-        assert torch.allclose(samples["returns"].double(), returns, rtol=0, atol=5e-5, equal_nan=True)
+        torch.manual_seed(0)  # the same adapter
+        fixed = build(models["dense"], tmp_path, lora=True, known=True, whiten_advantages=False, kl_coef=coefs[-1])
+        expected = fixed._generate_and_score_completions(rows())["returns"]
+        assert torch.allclose(samples["returns"], expected, rtol=0, atol=5e-5, equal_nan=True)
         ratios = (samples["old_per_token_logps"] - samples["ref_per_token_logps"]).double().where(mask, 0).sum(1)
         answers = int(mask.any(1).sum())
         assert answers == len(ANSWERS) - 1
         kl = (ratios.sum() / answers).item()
         coefs.append(oracles.adaptive_kl(coefs[-1], kl, target=0.7, horizon=50, answers=answers))
-        assert own.kl_coef == pytest.approx(coefs[-1], rel=1e-6)  # of a float32 sum
-        coefs[-1] = own.kl_coef
+        assert trainer.kl_coef == pytest.approx(coefs[-1], rel=1e-6)  # of a float32 sum
+        coefs[-1] = trainer.kl_coef
     assert len({*coefs}) == 3
     trainer.model.eval()
     trainer._generate_and_score_completions(rows())

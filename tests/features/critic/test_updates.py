@@ -1,4 +1,4 @@
-"""Whole steps of policy and critic: which option acts on which, and what a step leaves alone."""
+"""Losses and whole steps of policy and critic: which option acts on which, and what a step leaves alone."""
 
 from pathlib import Path
 from typing import Any
@@ -6,18 +6,19 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import BertConfig, BertLMHeadModel, TrainerCallback
 
 from tests.features.critic import tools as critics
 from tests.features.critic.tools import KINDS, Samples, Twin, build, critic_parameters, policy_parameters, snapshot
+from tests.oracles import ppo as oracles
 from tests.tools import tiny
 from tests.tools.headroom import within
 from trl_steady.features.critic import optimizer as learner
-from trl_steady.features.critic.construction import build_whole_model
+from trl_steady.features.critic.construction import build_adapter_model, build_whole_model
+from trl_steady.features.critic.feature import Critic
 
-STEPS = {"optim": "sgd", "max_steps": 2}  # whose updates are proportional to gradients
 BUDGET = {"token_budget": 30, "share_prompts": True}
 
 
@@ -26,25 +27,57 @@ def everything(trainer: Any) -> dict[str, Tensor]:
     return snapshot({**policy_parameters(trainer), **critic})
 
 
-ELSEWHERE = LoraConfig(r=2, target_modules=["k_proj", "down_proj"])
-RECOMPUTED: dict[str, dict[str, Any]] = {
-    **KINDS,
-    "lora budget": {"lora": True, **BUDGET},
-    "dropout": {"build": {"peft_config": LoraConfig(**tiny.LORA, lora_dropout=0.3)}},
-    "elsewhere": {"lora": True, "build": {"value_peft_config": ELSEWHERE}},
-}
+@pytest.mark.parametrize(("kind", "loss_type"), [("lora", "grpo"), ("lora", "vespo"), ("full", "dapo")])
+def test_loss_and_gradient_of_the_policy_are_trls(
+    models: dict[str, Path], tmp_path: Path, loss_type: str, kind: str
+) -> None:
+    """Bit for bit: TRL's loss gets the critic's advantages, and the critic adds nothing to the gradient."""
+    options = {"loss_type": loss_type, "epsilon": 0.2, **KINDS[kind]}
+    if loss_type != "vespo":
+        options.update(beta=0.1, kl_coef=0.0)
+    trainer = build(models["dense"], tmp_path, known=True, trim_padding=False, **options)
+    trainer.feature(Critic).on_train_begin()
+    inputs = trainer._generate_and_score_completions(critics.rows())
+    critics.stir(trainer, seed=1, by=0.05)  # the models have moved since
+    trainer.current_gradient_accumulation_steps = 2
+    found, of_policy = [], trainer._compute_loss
+    trainer._compute_loss = lambda *arguments: found.append(of_policy(*arguments)) or found[-1]
+    with trainer.until_backward():
+        trainer.compute_loss(trainer.model, inputs).backward()
+
+    options.pop("kl_coef", None)
+    theirs = tiny.trainer(models["dense"], tmp_path, ours=False, **options)
+    own = policy_parameters(trainer)
+    theirs.model.load_state_dict({**theirs.model.state_dict(), **snapshot(own)})
+    theirs.model.train()
+    theirs.current_gradient_accumulation_steps = 2
+    expected = theirs._compute_loss(theirs.model, inputs)
+    expected.backward()
+    assert torch.equal(found[0], expected) and found[0] != 0
+    after = critics.gradients(own)
+    assert critics.same(after, critics.gradients(dict(theirs.model.named_parameters())))
+    assert any(each.any() for each in after.values())
+    assert inputs["advantages"].shape == inputs["completion_ids"].shape
 
 
-@pytest.mark.parametrize("kind", RECOMPUTED)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *KINDS.items(),
+        ("lora", {"lora": True, **BUDGET}),
+        ("dropout", {"build": {"peft_config": LoraConfig(**tiny.LORA, lora_dropout=0.3)}}),
+        ("elsewhere", {"lora": True, "build": {"value_peft_config": LoraConfig(r=2, target_modules=["k_proj"])}}),
+    ],
+)
 def test_recomputed_layers_give_the_same_gradients(
-    model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
     """Bit for bit: backward recomputes layers of the critic with its adapter, and those of the policy with its own."""
     critics.descend(monkeypatch)
     runs, calls = [], []
     for checkpointing in (False, True):
-        options = {**STEPS, **RECOMPUTED[kind], "gradient_checkpointing": checkpointing}
-        trainer = build(model_of(kind), tmp_path, known=True, **options)
+        of_run = {"optim": "sgd", "max_steps": 2, "gradient_checkpointing": checkpointing, **options}
+        trainer = build(model_of(kind), tmp_path, known=True, **of_run)
         count: list[int] = []
         layer = trainer.critic.bare.base_model.layers[0].self_attn  # inside what is recomputed, which stops early
         layer.register_forward_pre_hook(lambda *_, count=count: count.append(1))
@@ -58,9 +91,50 @@ def test_recomputed_layers_give_the_same_gradients(
     assert {name.startswith("critic") for name in moved} == {True, False}
 
 
-def kept_samples(trainer: Any) -> list[list[Samples]]:
-    """A list that gets the micro-batches of each optimizer step, as they reach the loss."""
-    steps: list[list[Samples]] = []
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("lora", {"loss_type": "grpo", "value_learning_rate": 0.05, **BUDGET}),
+        ("full", {"max_grad_norm": 0.0, "cliprange_value": None}),
+        ("full", {"loss_type": "gspo_token", "value_warmup_steps": 1, "gradient_accumulation_steps": 1}),
+    ],
+    ids=str,
+)
+def test_the_critic_after_some_steps_is_that_of_updates_by_hand(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
+) -> None:
+    """Sums over micro-batches, gradients clipped by their own norm, one step of SGD."""
+
+    def token_weights(inputs: Samples, mask: Tensor) -> Tensor:
+        """(B, T) weights of the tokens in TRL's loss, by its docs: means of sequences, or of all tokens of a step."""
+        if args.loss_type == "dapo":  # the window's share of the tokens of the rollout
+            return mask / (inputs["num_items_in_batch"].double() * window / args.steps_per_generation)
+        return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask) / window
+
+    def by_hand(inputs: Samples) -> tuple[Tensor, list[Tensor]]:
+        """The losses of tokens, and the gradient of their weighted sum. Answers without a reward have no loss."""
+        actions = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+        mask = actions & ~inputs["returns"].isnan()
+        values = twin.values(inputs)[:, :-1]
+        old, returns = inputs["values"].double(), inputs["returns"].double()
+        tables = [own.tolist() for own in (values, old, returns, mask)]
+        losses = torch.tensor(oracles.value_loss(*tables, args.cliprange_value))
+        error, is_flat = values - returns, torch.zeros_like(mask)
+        if args.cliprange_value is not None:
+            bounded = torch.maximum(torch.minimum(values, old + args.cliprange_value), old - args.cliprange_value)
+            is_flat = mask & ((bounded - returns) ** 2 > error**2)  # the larger term does not depend on the value
+        flat.append(is_flat[mask])
+        slopes = (token_weights(inputs, actions.double()) * error).where(mask & ~is_flat, 0).detach()
+        return losses[mask], [*torch.autograd.grad(values, [*twin.parameters.values()], slopes)]
+
+    critics.descend(monkeypatch)
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 0.02, "optim": "sgd", **options}
+    options = {"lr_scheduler_type": "linear", "cliprange_value": 0.2, **options, **KINDS[kind]}
+    trainer = build(models["dense"], tmp_path, exact=True, known=True, **options)
+    twin, args = Twin(trainer), trainer.args
+    window = args.gradient_accumulation_steps
+    before, flat, clipped = snapshot(twin.parameters), list[Tensor](), list[bool]()
+    steps: list[list[Samples]] = []  # the micro-batches of each optimizer step, as they reach the loss
     compute_loss = trainer.compute_loss
 
     def keeping(model: Any, inputs: Samples, *rest: Any, **others: Any) -> Tensor:
@@ -70,45 +144,23 @@ def kept_samples(trainer: Any) -> list[list[Samples]]:
         return compute_loss(model, inputs, *rest, **others)
 
     trainer.compute_loss = keeping
-    return steps
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("lora", {"loss_type": "grpo", "value_learning_rate": 0.05, **BUDGET}),
-        ("full", {"max_grad_norm": 0.0, "cliprange_value": None}),
-        ("full", {"value_warmup_steps": 1, "gradient_accumulation_steps": 1}),
-    ],
-    ids=str,
-)
-def test_the_critic_after_some_steps_is_that_of_updates_by_hand(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
-) -> None:
-    """Sums over micro-batches, gradients clipped by their own norm, one step of SGD."""
-    critics.descend(monkeypatch)
-    options = {"gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 0.02, "optim": "sgd", **options}
-    options = {"lr_scheduler_type": "linear", "cliprange_value": 0.2, **options, **KINDS[kind]}
-    trainer = build(models["dense"], tmp_path, exact=True, known=True, **options)
-    steps, twin, args = kept_samples(trainer), Twin(trainer), trainer.args
-    before, clipped = snapshot(twin.parameters), list[bool]()
     trainer.train()
-    window = args.gradient_accumulation_steps
     assert [len(own) for own in steps] == [window] * 2
+    logged = [row["value/loss"] for row in tiny.history(trainer) if "value/loss" in row]
     for number, step in enumerate(steps):
         rate = (args.value_learning_rate or args.learning_rate) * (1 - number / 2)
-        total = {name: torch.zeros_like(own) for name, own in twin.parameters.items()}
-        for inputs in step:
-            weights = critics.token_weights(inputs, args.loss_type, window, args)
-            _, gradient, _ = critics.by_hand(twin, inputs, weights, args.cliprange_value)
-            total = {name: own + gradient[name] for name, own in total.items()}
-        norm = torch.stack([own.norm() for own in total.values()]).norm()
+        of_step = [by_hand(inputs) for inputs in step]
+        assert logged[number] == pytest.approx(torch.cat([losses for losses, _ in of_step]).mean().item(), rel=1e-5)
+        total = [sum(parts) for parts in zip(*(gradients for _, gradients in of_step), strict=True)]
+        norm = torch.stack([own.norm() for own in total]).norm()
         scale = min(1.0, args.max_grad_norm / norm.item()) if args.max_grad_norm else 1.0
         clipped.append(scale < 1)
         with torch.no_grad():
-            for name, parameter in twin.parameters.items():
-                parameter -= rate * scale * total[name]
+            for parameter, gradient in zip(twin.parameters.values(), total, strict=True):
+                parameter -= rate * scale * gradient
     assert any(clipped) == bool(args.max_grad_norm)
+    if args.value_learning_rate is not None:  # the critic is fast enough to leave the clip range
+        assert 0 < torch.cat(flat).sum() < len(torch.cat(flat))
     found = {name: own - before[name] for name, own in snapshot(critic_parameters(trainer)).items()}
     expected = {name: own.detach() - before[name] for name, own in twin.parameters.items()}
     assert within(critics.distance(found, expected), 5e-5)  # of norms in float32
@@ -232,3 +284,16 @@ def test_the_critics_updates_are_adamws(models: dict[str, Path], tmp_path: Path,
     assert within(
         critics.distance(snapshot(parameters), expected), 1e-6
     )  # clip_grads_with_norm_ adds 1e-6 to the norm
+
+
+def test_a_module_of_the_adapters_name_stays_the_policys() -> None:
+    """BERT's attention has a projection `value`."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    bare = BertLMHeadModel(BertConfig(**sizes, vocab_size=20, is_decoder=True))
+    policy = get_peft_model(bare, LoraConfig(target_modules=["query", "value"]))
+    before = {name for name, own in policy.named_parameters() if own.requires_grad}
+    critic = build_adapter_model(policy, None)
+    added = {name.replace(".default.", ".value.") for name in before}
+    own = {f"base_model.model.bert.{name}" for name, _ in critic.named_parameters() if name != "score.weight"}
+    assert own == added and len(own) == 4
+    assert {name for name, own in policy.named_parameters() if own.requires_grad} == before

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracles import ppo as oracles
 from tests.tools import tiny, wide
 from trl_steady import StepRewards
 from trl_steady.features.critic import optimizer as learner
@@ -227,57 +226,11 @@ def gradients(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
 
 
-def loss_mask(inputs: Samples) -> Tensor:
-    return (
-        (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-        if "tool_mask" in inputs
-        else inputs["completion_mask"].bool()
-    )
-
-
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest error of a tensor, relative to all of them together."""
     assert found.keys() == expected.keys()
     size = torch.stack([own.double().norm() for own in expected.values()]).norm()
     return max(((found[name] - own).double().norm() / size).item() for name, own in expected.items())
-
-
-def token_weights(inputs: Samples, loss_type: str, window: int, args: Any) -> Tensor:
-    """(B, T) weights of the tokens in TRL's loss, by its docs."""
-    mask = loss_mask(inputs).double()
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)
-    divisor = {
-        "grpo": len(mask) * lengths,
-        "sapo": len(mask) * lengths,
-        "gspo_token": len(mask) * lengths,
-        "bnpo": mask.sum(),
-        "dr_grpo": len(mask) * args.max_completion_length,
-        "luspo": len(mask),
-    }
-    if loss_type in divisor:
-        return mask / divisor[loss_type] / window
-    # the window's share of the tokens of the rollout
-    return mask / (inputs["num_items_in_batch"].double() * window / args.steps_per_generation)
-
-
-def by_hand(
-    twin: Twin, inputs: Samples, weights: Tensor, cliprange: float | None
-) -> tuple[float, dict[str, Tensor], Tensor]:
-    """Loss of the critic, its gradient, and where a value is beyond the clip range with no gradient."""
-    mask = loss_mask(inputs) & ~inputs["returns"].isnan()
-    values = twin.values(inputs)[:, :-1]
-    old, returns = inputs["values"].double(), inputs["returns"].double()
-    losses = torch.tensor(
-        oracles.value_loss(values.tolist(), old.tolist(), returns.tolist(), mask.tolist(), cliprange)
-    )
-    error = values - returns
-    flat = torch.zeros_like(mask)
-    if cliprange is not None:
-        bounded = torch.maximum(torch.minimum(values, old + cliprange), old - cliprange)
-        flat = mask & ((bounded - returns) ** 2 > error**2)  # the larger term does not depend on the value
-    slopes = (weights * error).where(mask & ~flat, 0).detach()
-    found = torch.autograd.grad(values, [*twin.parameters.values()], slopes)
-    return (weights * losses).sum().item(), dict(zip(twin.parameters, found, strict=True)), flat
 
 
 def refused(trainer: Any, checkpoint: Path, message: str) -> None:
