@@ -15,56 +15,69 @@ import trl_steady
 from tests.features.reference.tools import MOVING, adapter_tensors
 from tests.tools import tiny
 from tests.tools import wide as wide_model
-from tests.tools.cases import cases
 from trl_steady.features.reference.feature import Reference
 
+SLOW = pytest.mark.slow
+OTHER = {"target_modules": ["k_proj", "v_proj"]}
 RANDOM = {"init_lora_weights": False, "target_modules": ["q_proj", "v_proj"], "r": 4}
-ADAPTERS: dict[str, peft.PeftConfig] = {
-    "LoRA": LoraConfig(**RANDOM),
-    "DoRA": LoraConfig(**RANDOM, use_dora=True),
-    "modules_to_save": LoraConfig(**RANDOM, modules_to_save=["input_layernorm", "lm_head"]),
-    "linear and embedding": LoraConfig(**{**RANDOM, "target_modules": ["k_proj", "o_proj", "embed_tokens"]}),
-    "new tokens": LoraConfig(**RANDOM, trainable_token_indices=list(range(40))),
-    "PiSSA": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="pissa"),
-    "LoHa": peft.LoHaConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False),
-    "LoKr": peft.LoKrConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False),
-    "IA3": peft.IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], init_ia3_weights=False),
-}
-EXPERTS = LoraConfig(r=2, init_lora_weights=False, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-CASES: dict[str, tuple[str, peft.PeftConfig | None, dict[str, Any]]] = {
-    **{name: (("dense", "moe")[number % 2], config, {}) for number, (name, config) in enumerate(ADAPTERS.items())},
-    "fused experts": ("moe", EXPERTS, {}),
-    "full": ("dense", None, {}),
-    "nf4": ("nf4", None, {"lora": True}),
-    "int8, float32": ("int8", None, {"lora": True, "adapter_dtype": "float32"}),
-}
-"""Base, adapter and options of a run."""
 
 
-class Watched(trl_steady.GRPOTrainer):
-    """Scores every rollout with the policy and with the reference."""
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        batch = super()._generate_and_score_completions(inputs)
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-
-        def logps(model: Any) -> torch.Tensor:
-            with torch.no_grad():
-                return self._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].size(1))[0]
-
-        policy = logps(self.model)
-        with contextlib.nullcontext() if self.ref_model else use_adapter(self.model, "ref"):
-            reference = logps(self.ref_model or self.model)
-        self.rollouts = [*getattr(self, "rollouts", []), (self.state.global_step, policy, reference)]
-        return batch
-
-
-@pytest.mark.parametrize("case", cases(CASES, (*list(CASES)[:3], "fused experts", "full", "nf4")))
+@pytest.mark.parametrize(
+    ("base", "adapter", "options"),
+    [
+        pytest.param("dense", LoraConfig(**RANDOM), {}, id="LoRA"),
+        pytest.param("moe", LoraConfig(**RANDOM, use_dora=True), {}, id="DoRA"),
+        pytest.param("dense", LoraConfig(**RANDOM, modules_to_save=["input_layernorm", "lm_head"]), {}, id="modules"),
+        pytest.param("dense", LoraConfig(**RANDOM, trainable_token_indices=[*range(40)]), {}, id="tokens", marks=SLOW),
+        pytest.param("moe", LoraConfig(**{**RANDOM, "init_lora_weights": "pissa"}), {}, id="PiSSA", marks=SLOW),
+        pytest.param("dense", peft.LoHaConfig(**OTHER, r=4, init_weights=False), {}, id="LoHa", marks=SLOW),
+        pytest.param(
+            "dense",
+            peft.IA3Config(**OTHER, feedforward_modules=[], init_ia3_weights=False),
+            {},
+            id="IA3",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "moe",
+            LoraConfig(r=2, init_lora_weights=False, target_parameters=["experts.gate_up_proj", "experts.down_proj"]),
+            {},
+            id="experts",
+        ),
+        pytest.param("dense", None, {}, id="full"),
+        pytest.param("nf4", None, {"lora": True}, id="nf4"),
+        pytest.param("int8", None, {"lora": True, "adapter_dtype": "float32"}, id="int8, float32", marks=SLOW),
+    ],
+)
 def test_log_probs_are_equal_right_after_a_refresh(
-    models: dict[str, Path], wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    models: dict[str, Path],
+    wide: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    base: str,
+    adapter: peft.PeftConfig | None,
+    options: dict[str, Any],
 ) -> None:
-    base, adapter, options = CASES[case]
+    class Watched(trl_steady.GRPOTrainer):
+        """Scores every rollout with the policy and with the reference."""
+
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            batch = super()._generate_and_score_completions(inputs)
+            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+
+            width = batch["completion_ids"].size(1)
+
+            def logps(model: Any) -> torch.Tensor:
+                with torch.no_grad():
+                    return self._get_per_token_logps_and_entropies(model, ids, mask, width)[0]
+
+            policy = logps(self.model)
+            with contextlib.nullcontext() if self.ref_model else use_adapter(self.model, "ref"):
+                reference = logps(self.ref_model or self.model)
+            self.rollouts = [*getattr(self, "rollouts", []), (self.state.global_step, policy, reference)]
+            return batch
+
     model = models[base] if base in models else wide_model.load(wide, base)
     build = {} if adapter is None else {"build": {"peft_config": adapter}}
     monkeypatch.setattr(trl_steady, "GRPOTrainer", Watched, raising=False)
@@ -72,7 +85,7 @@ def test_log_probs_are_equal_right_after_a_refresh(
     if base not in models:
         trained = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
         assert trained == {getattr(torch, options.get("adapter_dtype", "bfloat16"))}
-    if case == "fused experts":
+    if isinstance(adapter, LoraConfig) and adapter.target_parameters:
         assert sum("experts" in pair.name for pair in trainer.feature(Reference).callback.pairs()) == 8
     trainer.train()
     # equal where the reference had just moved, and nowhere else
@@ -137,16 +150,25 @@ def test_what_is_frozen_stays_frozen(models: dict[str, Path], tmp_path: Path) ->
     assert all(torch.equal(after[name], before[name]) == ("lora_A" in name) for name in before)
 
 
-REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
-    "prompts": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "PROMPT_TUNING.*LORA"),
-    "replicated layers": (LoraConfig(**RANDOM, layer_replication=[(0, 2), (1, 2)]), "layer_replication.*without it"),
-    "bias": (LoraConfig(**RANDOM, bias="lora_only"), r"4 parameters of the base.*q_proj.bias.*bias='none'"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_an_adapter_that_cannot_be_moved_is_refused(models: dict[str, Path], tmp_path: Path, case: str) -> None:
-    config, message = REFUSED[case]
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        pytest.param(
+            peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "PROMPT_TUNING.*LORA", id="prompts"
+        ),
+        pytest.param(
+            LoraConfig(**RANDOM, layer_replication=[(0, 2), (1, 2)]),
+            "layer_replication.*without it",
+            id="replicated layers",
+        ),
+        pytest.param(
+            LoraConfig(**RANDOM, bias="lora_only"), r"4 parameters of the base.*q_proj.bias.*bias='none'", id="bias"
+        ),
+    ],
+)
+def test_an_adapter_that_cannot_be_moved_is_refused(
+    models: dict[str, Path], tmp_path: Path, config: peft.PeftConfig, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         tiny.trainer(models["dense"], tmp_path, build={"peft_config": config}, **MOVING)
 

@@ -27,15 +27,14 @@ def test_the_reference_takes_the_policys_dtype() -> None:
         assert pair.reference.dtype == policy and torch.equal(pair.reference, pair.policy)
 
 
-class Normalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.norm = nn.BatchNorm1d(2)
-        self.tied = self.linear
-
-
 def test_a_model_is_its_parameters_and_buffers() -> None:
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.norm = nn.BatchNorm1d(2)
+            self.tied = self.linear
+
     policy, reference = Normalised(), Normalised()
     policy.norm(torch.randn(3, 2))  # moves the running statistics
     pairs = paired(policy, reference)
