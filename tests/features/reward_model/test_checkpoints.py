@@ -22,18 +22,17 @@ from tests.tools import resumable, tiny
 from tests.tools.cases import cases
 from trl_steady.features.reward_model.feature import RewardModel
 
-# each moment, and where the resumed run goes on
-KILLS: list[tuple[tuple[str, str, int], int]] = [
-    (("tests.refresh", "step 8.", 1), 6),  # between the retraining and the refresh
-    (("tests.update", "retraining 2.", 2), 15),  # between two updates of the reward model
-]
-
 
 @pytest.mark.parametrize("kind", cases(resumable.KINDS, ("lora",)))
 def test_a_killed_run_ends_as_if_it_had_not_been(kind: str, model_of: Any, tmp_path: Path) -> None:
     """Both have retrained the reward model twice, the second time with examples of the first."""
+    # each moment, and where the resumed run goes on
+    kills: list[tuple[tuple[str, str, int], int]] = [
+        (("tests.refresh", "step 8.", 1), 6),  # between the retraining and the refresh
+        (("tests.update", "retraining 2.", 2), 15),  # between two updates of the reward model
+    ]
     model, killed, options = model_of(kind), tmp_path / "killed", resumable_options(kind)
-    for kill, step in KILLS:
+    for kill, step in kills:
         assert resumable.run(kind, model, killed, kill=kill, **options) == -signal.SIGKILL
         assert get_last_checkpoint(str(killed)) == str(killed / f"checkpoint-{step}")
     assert resumable.run(kind, model, killed, **options) == 0
@@ -53,12 +52,6 @@ def test_every_checkpoint_resumes_exactly(models: dict[str, Path], tmp_path: Pat
         resumed = build("lora", models["dense"], tmp_path / f"resumed at {step}", max_steps=12, save_strategy="no")
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert resumable.differences(end, resumable.state(resumed)) == [], step
-
-
-PPO: dict[str, Any] = {
-    **{"num_generations": 1, "beta": 0.0, "kl_coef": 0.1},
-    "build": {"train_dataset": tiny.dataset(24)},
-}
 
 
 def test_a_trainer_that_has_trained_resumes_too(models: dict[str, Path], tmp_path: Path) -> None:
@@ -98,13 +91,17 @@ def test_dropout_of_the_base_acts_in_the_training_of_the_reward_model_alone(
 def test_the_best_policy_gets_its_reward_model_and_critic_back(
     models: dict[str, Path], tmp_path: Path, saves_model_only: bool
 ) -> None:
-    options = {
+    options: dict[str, Any] = {
+        **{"method": "PPO", "num_generations": 1, "beta": 0.0, "kl_coef": 0.1},
         **{"eval_strategy": "steps", "save_steps": 4, "eval_steps": 4, "max_steps": 10},
         **{"metric_for_best_model": "step", "greater_is_better": False},
         **{"load_best_model_at_end": True, "save_only_model": saves_model_only},
-        **{"build": {**PPO["build"], "eval_dataset": tiny.dataset(4)}, "per_device_eval_batch_size": 4},
+        **{
+            "build": {"train_dataset": tiny.dataset(24), "eval_dataset": tiny.dataset(4)},
+            "per_device_eval_batch_size": 4,
+        },
     }
-    trainer = build("lora", models["dense"], tmp_path, **{**PPO, "method": "PPO", **options})
+    trainer = build("lora", models["dense"], tmp_path, **options)
 
     class Stamp(transformers.TrainerCallback):
         """Makes the first evaluation the best."""
@@ -139,24 +136,38 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     return {name: path / f"checkpoint-{9 if name == 'refreshed' else 2}" for name, path in folders.items()}
 
 
-REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "no reward model": ("grpo full", "full", {}, r"holds no reward_model\.safetensors"),
-    "a retraining": ("lora", "lora", {"retrained": False}, r"has reward_refresh\.pt, .*Build the trainer"),
-    "another objective": ("lora", "lora", {"changes": {"objective": "pairs"}}, r"'pointwise'.*'pairs'.* same values"),
-    "another size of the history": (
-        "refreshed",
-        "lora",
-        {"changes": {"history": 5}},
-        r"'pointwise', 8.*'pointwise', 5",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    ("name", "kind", "options", "message"),
+    [
+        pytest.param("grpo full", "full", {}, r"holds no reward_model\.safetensors", id="no reward model"),
+        pytest.param(
+            "lora", "lora", {"retrained": False}, r"has reward_refresh\.pt, .*Build the trainer", id="a retraining"
+        ),
+        pytest.param(
+            "lora",
+            "lora",
+            {"changes": {"objective": "pairs"}},
+            r"'pointwise'.*'pairs'.* same values",
+            id="another objective",
+        ),
+        pytest.param(
+            "refreshed",
+            "lora",
+            {"changes": {"history": 5}},
+            r"'pointwise', 8.*'pointwise', 5",
+            id="another size of the history",
+        ),
+    ],
+)
 def test_a_checkpoint_of_another_reward_model_is_refused(
-    case: str, models: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+    name: str,
+    kind: str,
+    options: dict[str, Any],
+    message: str,
+    models: dict[str, Path],
+    runs: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
-    name, kind, options, message = REFUSED[case]
     refused(build(kind, models["dense"], tmp_path, **options), runs[name], message)
 
 

@@ -25,46 +25,40 @@ from trl_steady.features.reward_model.feature import RewardModel
 from trl_steady.features.reward_model.training import fit, measure
 
 
-def is_long(prompts: list[str], completions: list[str], **_: Any) -> list[bool]:
-    """A rule that is easy to learn."""
-    return [len(completion) > 3 for completion in completions]
-
-
-def tensors(trainer: Any) -> dict[str, dict[str, Tensor]]:
-    """Copies of the parameters: base, policy, reference and reward model."""
-    found: dict[str, dict[str, Tensor]] = {"base": {}, "policy": {}, "reference": {}, "reward": {}}
-    for name, parameter in trainer.model.named_parameters():
-        whose = next((of for of in ("ref", "reward", "default") if f".{of}." in name), "base")
-        whose = {"ref": "reference", "default": "policy"}.get(whose, whose)
-        found[whose if trainer.ref_model is None else "policy"][name] = parameter.detach().clone()
-    for name, parameter in trainer.ref_model.named_parameters() if trainer.ref_model is not None else ():
-        found["reference"][name] = parameter.detach().clone()
-    found["reward"] |= critics.snapshot(dict(trainer.reward_model.named_parameters()))
-    return found
-
-
-def watch(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> list[tuple[str, Any]]:
-    """What happens in a run, in order, with copies of the tensors."""
-    seen: list[tuple[str, Any]] = []
-    adapter = trainer.feature(RewardModel).adapter
-    for owner, name in ((loop, "fit"), (reference, "refresh"), (adapter, "compute_rewards")):
-        own = getattr(owner, name)
-
-        def spy(*arguments: Any, own: Any = own, name: str = name, **options: Any) -> Any:
-            before = tensors(trainer)
-            returned = own(*arguments, **options)
-            seen.append((name, (before, tensors(trainer), returned)))
-            return returned
-
-        monkeypatch.setattr(owner, name, spy)
-    return seen
-
-
 @pytest.mark.parametrize("kind", ["lora", "full", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_the_order_is_algorithm_1s_and_each_part_changes_only_its_own(
     kind: str, model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Score, ... , train the reward model, refresh the reference, score with the new one."""
+
+    def tensors(trainer: Any) -> dict[str, dict[str, Tensor]]:
+        """Copies of the parameters: base, policy, reference and reward model."""
+        found: dict[str, dict[str, Tensor]] = {"base": {}, "policy": {}, "reference": {}, "reward": {}}
+        for name, parameter in trainer.model.named_parameters():
+            whose = next((of for of in ("ref", "reward", "default") if f".{of}." in name), "base")
+            whose = {"ref": "reference", "default": "policy"}.get(whose, whose)
+            found[whose if trainer.ref_model is None else "policy"][name] = parameter.detach().clone()
+        for name, parameter in trainer.ref_model.named_parameters() if trainer.ref_model is not None else ():
+            found["reference"][name] = parameter.detach().clone()
+        found["reward"] |= critics.snapshot(dict(trainer.reward_model.named_parameters()))
+        return found
+
+    def watch(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> list[tuple[str, Any]]:
+        """What happens in a run, in order, with copies of the tensors."""
+        seen: list[tuple[str, Any]] = []
+        adapter = trainer.feature(RewardModel).adapter
+        for owner, name in ((loop, "fit"), (reference, "refresh"), (adapter, "compute_rewards")):
+            own = getattr(owner, name)
+
+            def spy(*arguments: Any, own: Any = own, name: str = name, **options: Any) -> Any:
+                before = tensors(trainer)
+                returned = own(*arguments, **options)
+                seen.append((name, (before, tensors(trainer), returned)))
+                return returned
+
+            monkeypatch.setattr(owner, name, spy)
+        return seen
+
     trainer = refreshed(kind, model_of(kind), tmp_path)
     rewarding.stir(trainer)  # scores of 0 would teach the policy nothing before the first refresh
     seen = watch(monkeypatch, trainer)
@@ -110,6 +104,10 @@ def test_a_share_is_replayed_but_no_held_out_answer(
 def test_it_learns_the_rule_and_says_so(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def is_long(prompts: list[str], completions: list[str], **_: Any) -> list[bool]:
+        """A rule that is easy to learn."""
+        return [len(completion) > 3 for completion in completions]
+
     refresh = {"epochs": 24, "learning_rate": 3e-2, "label_fn": is_long}
     trainer = refreshed("lora", models["dense"], tmp_path, refresh=refresh)
     refresher(trainer).fit(list(tiny.dataset(16)))
@@ -270,19 +268,25 @@ def test_three_pairs_train_it_as_trls_reward_trainer_does(models: dict[str, Path
         torch.testing.assert_close(own, expected[name], rtol=1e-8, atol=1e-10, msg=name)
 
 
-def trained_once(model: Path, output: Path, examples: list[Example], **options: Any) -> tuple[list[int], list[Tensor]]:
-    """Tokens of each pass of one epoch, and means of the gradients."""
-    trainer = refreshed("lora", model, output, steps_per_generation=2, **options)
-    rewarding.stir(trainer)
-    read: list[int] = []
-    trainer.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
-    optimizer, generator = refresher(trainer).optimizer, torch.Generator().manual_seed(0)
-    fit(trainer.feature(RewardModel).scorer, optimizer, examples, epochs=1, learning_rate=1e-2, generator=generator)
-    return read, [value for name, value in optimizer.state_dict().items() if name.endswith("exp_avg")]
-
-
 def test_shared_prompts_and_budgets_change_passes_and_no_gradient(models: dict[str, Path], tmp_path: Path) -> None:
     """A prompt has four tokens before its last. An answer has this last one, two of its own, and one to be scored."""
+
+    def trained_once(
+        model: Path, output: Path, examples: list[Example], **options: Any
+    ) -> tuple[list[int], list[Tensor]]:
+        """Tokens of each pass of one epoch, and means of the gradients."""
+        trainer = refreshed("lora", model, output, steps_per_generation=2, **options)
+        rewarding.stir(trainer)
+        read: list[int] = []
+        trainer.model.get_input_embeddings().register_forward_pre_hook(
+            lambda _, inputs: read.append(inputs[0].numel())
+        )
+        optimizer, generator = refresher(trainer).optimizer, torch.Generator().manual_seed(0)
+        fit(
+            trainer.feature(RewardModel).scorer, optimizer, examples, epochs=1, learning_rate=1e-2, generator=generator
+        )
+        return read, [value for name, value in optimizer.state_dict().items() if name.endswith("exp_avg")]
+
     examples = [
         Example(torch.full((5,), 10 + prompt), [torch.tensor([60 + prompt, 70 + number])], [[2]], [float(number % 2)])
         for number in range(4)

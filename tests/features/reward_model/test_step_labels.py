@@ -16,73 +16,62 @@ from trl_steady.rewards import by_regex
 
 engine, server = engines.engine, engines.server
 
-# An answer has four digits of 0 and 1, each a step. It is right if the digits before its end, in order, hold 1, 1.
-LENGTH, N = 4, 8
 
+def test_labels_are_those_of_brute_force(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer has four digits of 0 and 1, each a step. It is right if two digits beside each other are 1.
 
-def is_right(prompts: Any, completions: list[str], **_: Any) -> list[bool]:
-    return ["11" in completion for completion in completions]
-
-
-def brute_force(answer: str) -> list[float]:
-    """1 for a step from whose end any of all completions is right."""
-    labels = []
-    for end in range(1, LENGTH + 1):
-        rests = ["".join(rest) for rest in itertools.product("01", repeat=LENGTH - end)]
-        labels.append(float(any("11" in answer[:end] + rest for rest in rests)))
-    return labels
-
-
-def all_continuations(trainer: Any, prompt_ids: list[list[int]], chunk: int) -> list[list[int]]:
-    """Each of a step's N texts gets another of its continuations, of at most 8."""
+    A step has no label if a rule has no verdict on any of its continuations.
+    """
+    length = 4
     zero, one = (tiny.tokenizer()(digit)["input_ids"][0] for digit in "01")
-    found, counts = [], dict[tuple[int, ...], int]()
-    for ids in map(tuple, prompt_ids):
-        number = counts[ids] = counts.get(ids, -1) + 1
-        found.append([one if number >> place & 1 else zero for place in range(LENGTH)])
-    return found
 
+    def all_continuations(trainer: Any, prompt_ids: list[list[int]], chunk: int) -> list[list[int]]:
+        """Each of a step's texts gets another of its continuations, of at most 8."""
+        found, counts = [], dict[tuple[int, ...], int]()
+        for ids in map(tuple, prompt_ids):
+            number = counts[ids] = counts.get(ids, -1) + 1
+            found.append([one if number >> place & 1 else zero for place in range(length)])
+        return found
 
-def labels_of(
-    trainer: Any, rule: Any, answers: list[str], known: list[bool | None], columns: dict[str, Any]
-) -> list[list[float]]:
-    """Each answer has a prompt of its own, so that equal beginnings are counted apart."""
-    count = len(answers)
-    given = labelling.RolloutCompletions(
-        prompts=["?"] * count,
-        completions=answers,
-        columns=columns,
-        prompt_ids=[[10, 20 + number] for number in range(count)],
-        completion_ids=[tiny.tokenizer()(answer)["input_ids"] for answer in answers],
-        ends=[list(range(1, LENGTH + 1))] * count,
-    )
-    return labelling.label_steps(trainer, rule, given, known, N)
+    def brute_force(answer: str) -> list[float]:
+        """1 for a step from whose end any of all completions is right."""
+        labels = []
+        for end in range(1, length + 1):
+            rests = ["".join(rest) for rest in itertools.product("01", repeat=length - end)]
+            labels.append(float(any("11" in answer[:end] + rest for rest in rests)))
+        return labels
 
+    def labels_of(rule: Any, answers: list[str], known: list[bool | None]) -> list[list[float]]:
+        """Each answer has a prompt of its own, so that equal beginnings are counted apart."""
+        count = len(answers)
+        given = labelling.RolloutCompletions(
+            prompts=["?"] * count,
+            completions=answers,
+            columns={"trainer_state": None, "answer": [*range(count)]},
+            prompt_ids=[[10, 20 + number] for number in range(count)],
+            completion_ids=[tiny.tokenizer()(answer)["input_ids"] for answer in answers],
+            ends=[list(range(1, length + 1))] * count,
+        )
+        return labelling.label_steps(trainer, rule, given, known, 8)
 
-@pytest.fixture
-def trainer(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(labelling, "generate_continuations", all_continuations)
-    adapter = RewardAdapter(head="steps", splitter=by_regex("[01]"))
-    return rewarding.build("lora", models["dense"], tmp_path, adapter=adapter, max_completion_length=LENGTH)
+    def is_right(prompts: Any, completions: list[str], **_: Any) -> list[bool]:
+        return ["11" in completion for completion in completions]
 
-
-def test_labels_are_those_of_brute_force(trainer: Any) -> None:
-    answers = ["".join(digits) for digits in itertools.product("01", repeat=LENGTH)]
-    columns = {"trainer_state": None, "answer": [*range(len(answers))]}
-    found = labels_of(trainer, is_right, answers, is_right(None, answers), columns)
-    assert found == [brute_force(answer) for answer in answers]
-    assert sorted({tuple(labels) for labels in found}) == [(1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0), (1.0,) * 4]
-
-
-def test_a_step_without_a_verdict_has_no_label(trainer: Any) -> None:
-    """The rule has no verdict on a continuation that begins with 0."""
-
-    def rule(prompts: Any, completions: list[str], **_: Any) -> list[bool | None]:
+    def is_silent_after_0(prompts: Any, completions: list[str], **_: Any) -> list[bool | None]:
         return [None if text.startswith("0") else "11" in text for text in completions]
 
-    labels = labels_of(trainer, rule, ["0110", "1010"], [True, False], {})
-    assert torch.tensor(labels[0]).isnan().tolist() == [True, True, True, False] and labels[0][-1] == 1.0
-    assert labels[1] == brute_force("1010")
+    monkeypatch.setattr(labelling, "generate_continuations", all_continuations)
+    adapter = RewardAdapter(head="steps", splitter=by_regex("[01]"))
+    trainer = rewarding.build("lora", models["dense"], tmp_path, adapter=adapter, max_completion_length=length)
+    answers = ["".join(digits) for digits in itertools.product("01", repeat=length)]
+    found = labels_of(is_right, answers, ["11" in answer for answer in answers])
+    assert found == [brute_force(answer) for answer in answers]
+    assert sorted({tuple(labels) for labels in found}) == [(1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0), (1.0,) * 4]
+    silent, other = labels_of(is_silent_after_0, ["0110", "1010"], [True, False])
+    assert torch.tensor(silent).isnan().tolist() == [True, True, True, False] and silent[-1] == 1.0
+    assert other == brute_force("1010")
 
 
 def test_the_policy_continues_what_it_is_given(models: dict[str, Path], tmp_path: Path) -> None:
