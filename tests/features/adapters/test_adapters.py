@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import BitsAndBytesConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from tests.tools import tiny
+from tests.tools import resumable, tiny
 from tests.tools.headroom import within
 from trl_steady.features.adapters.merging import merged_weights
 
@@ -134,19 +134,13 @@ def state(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
-def assert_same_state(after: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-    assert after.keys() == before.keys()
-    for name, value in before.items():
-        assert after[name].dtype == value.dtype and torch.equal(after[name], value), name
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_pefts_merge_under_trls_names_and_the_model_stays(kind: str) -> None:
     """Beside an inactive adapter of the same kind. An engine with the weights is the policy."""
     model = policy(kind, ref=True)
     before = state(model)
     weights = pushed(model)
-    assert_same_state(state(model), before)
+    assert resumable.differences(before, state(model)) == []
     assert not any(getattr(module, "merged_adapters", None) for module in model.modules())
 
     expected = dict(copy.deepcopy(model).merge_and_unload().named_parameters())
@@ -214,17 +208,11 @@ def test_tied_weights_that_part_are_refused(options: dict[str, Any]) -> None:
         merged_weights(model)
 
 
-@pytest.fixture(scope="session")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wide")
-    bare("wide").save_pretrained(folder)
-    return folder
-
-
-def quantised_policy(wide: Path, base: str, dtype: torch.dtype, **options: Any) -> PeftModel:
+def quantised_policy(folder: Path, base: str, dtype: torch.dtype, **options: Any) -> PeftModel:
     """With a bf16 base, an adapter in bf16 too, as TRL casts it on a quantised base."""
+    bare("wide").save_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        wide,
+        folder,
         quantization_config=BitsAndBytesConfig(**{**BASES[base], "bnb_4bit_compute_dtype": dtype}),
         dtype=dtype,
         device_map="cpu",
@@ -237,18 +225,17 @@ def quantised_policy(wide: Path, base: str, dtype: torch.dtype, **options: Any) 
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_on_a_quantised_base_it_is_the_dequantised_weight_and_the_delta(wide: Path, base: str) -> None:
-
+def test_on_a_quantised_base_it_is_the_dequantised_weight_and_the_delta(tmp_path: Path, base: str) -> None:
     def dequantised(layer: Any) -> Tensor:
         if isinstance(layer, bnb.nn.Linear8bitLt):
             scales = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
             return layer.weight.data.float() * scales.unsqueeze(1) / 127
         return bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
 
-    model = quantised_policy(wide, base, torch.bfloat16)
+    model = quantised_policy(tmp_path, base, torch.bfloat16)
     before = state(model)
     rounded = pushed(model)
-    assert_same_state(state(model), before)
+    assert resumable.differences(before, state(model)) == []
     assert {weight.dtype for weight in rounded.values()} == {torch.bfloat16}
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
@@ -273,10 +260,10 @@ def test_on_a_quantised_base_it_is_the_dequantised_weight_and_the_delta(wide: Pa
     ids=["nf4-dora", "nf4-bias", "int8-bias"],
 )
 def test_an_engine_with_the_weights_of_a_quantised_base_is_the_policy(
-    wide: Path, base: str, tolerance: float, options: dict[str, Any]
+    tmp_path: Path, base: str, tolerance: float, options: dict[str, Any]
 ) -> None:
     """int8 rounds the activations too, in the policy only."""
-    model = quantised_policy(wide, base, torch.float32, **options)
+    model = quantised_policy(tmp_path, base, torch.float32, **options)
     expected = logits(model)
     distance = (engine_logits(model, "wide") - expected).norm() / expected.norm()
     with model.disable_adapter():

@@ -201,7 +201,6 @@ def test_a_reward_adapter_of_another_base_warns(models: dict[str, Path], tmp_pat
 def test_a_critic_and_a_reward_model_stand_beside_trained_tokens_and_modules(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-
     TOKENS = tiny.tokenizer()("ab+=").input_ids  # of the prompts
 
     config = LoraConfig(**PLAIN, trainable_token_indices={"embed_tokens": TOKENS}, modules_to_save=["lm_head"])
