@@ -56,7 +56,7 @@ def test_it_moves_when_the_kl_of_an_update_exceeds_the_limit(models: dict[str, P
 
 def test_the_kl_rule_looks_at_every_update_whatever_is_logged(models: dict[str, Path], tmp_path: Path) -> None:
     """An update of two micro-batches, a window of two updates: the KL is the mean of both, as it is logged."""
-    options = {"ref_model_sync_steps": 100, "gradient_accumulation_steps": 2, "max_steps": 12}
+    options = {"ref_model_sync_steps": 100, "gradient_accumulation_steps": 2, "max_steps": 6}
     frozen = [row["kl"] for row in rows(train(models, tmp_path, **options))]
     limit = frozen[1] * 0.999  # the second update's KL is just above
     runs = [

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tests.tools import resumable, tiny, wide
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
-from trl_steady.features.reference.feature import Reference
 from trl_steady.rewards import by_regex
 
 OPTIONS: dict[str, Any] = {
@@ -90,7 +89,7 @@ class Handed(RewardAdapter):
 
 
 def retrain(trainer: Any, objective: str, **changes: Any) -> None:
-    """Retrain the reward model, which begins with scores that differ. Auditors hear of updates and refreshes."""
+    """Retrain the reward model, which begins with scores that differ. Auditors hear of updates."""
     stir(trainer)
     options: dict[str, Any] = {
         "learning_rate": 1e-2,
@@ -104,8 +103,6 @@ def retrain(trainer: Any, objective: str, **changes: Any) -> None:
     trainer.add_callback(callback)
     tell = lambda *_: sys.audit("tests.update", f"of retraining {len(callback.refreshes) + 1}.")
     callback.optimizer.adamw.register_step_post_hook(tell)
-    reference = trainer.feature(Reference).callback
-    reference.before_refresh.append(lambda step: sys.audit("tests.refresh", f"refresh after step {step}."))
 
 
 def resumable_options(kind: str, *, changes: Any = None, retrained: bool = True, **options: Any) -> dict[str, Any]:
