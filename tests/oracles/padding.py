@@ -5,7 +5,6 @@ A token is named by its row and its column in the padded batch; a token of a sha
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,28 +99,6 @@ def visible(order: Sequence[Name], parts: Sequence[Segment], window: int | None 
     """(N, N): whether the token in a row attends to the token in a column, both in `order`."""
     sees = seen(parts, window)
     return torch.tensor([[key in sees[query] for key in order] for query in order])
-
-
-def alone(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies (B, T) of the completions, each sequence by itself, its padding cut away."""
-    ids, mask, prompt_columns = batch.ids, batch.mask, batch.prompt_columns
-    width = ids.shape[1] - prompt_columns
-    log_probs, entropies = [], []
-    for row in range(len(ids)):
-        columns = real_columns(mask, row)
-        zero = torch.zeros((), dtype=torch.float64)
-        said = dict.fromkeys(range(width), (zero, zero))
-        if columns:
-            index = torch.tensor(columns)
-            logits = model(input_ids=ids[row, index][None], position_ids=index[None], use_cache=False).logits
-            rows = torch.log_softmax(logits[0].double(), -1)
-            for place, column in enumerate(columns):
-                if column >= prompt_columns and place > 0:
-                    before = rows[place - 1]
-                    said[column - prompt_columns] = (before[ids[row, column]], -(before.exp() * before).sum())
-        log_probs.append(torch.stack([said[column][0] for column in range(width)]))
-        entropies.append(torch.stack([said[column][1] for column in range(width)]))
-    return torch.stack(log_probs), torch.stack(entropies)
 
 
 @dataclass(frozen=True)

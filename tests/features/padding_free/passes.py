@@ -69,6 +69,7 @@ def without_padding(
     batch: Batch,
     *,
     share_prompts: bool = False,
+    prompt_width: int = PROMPT_WIDTH,
 ) -> tuple[Computed, tuple[int, int]]:
     """What `PaddingFreeModel` makes of a batch, and the rows and columns of tokens that the model has seen for it."""
     seen: list[tuple[int, int]] = []
@@ -85,10 +86,10 @@ def without_padding(
                 yield
 
         shared = batch["input_ids"] if share_prompts else None
-        lengths = sequence_lengths(batch["attention_mask"], prompt_width=PROMPT_WIDTH, input_ids=shared)
+        lengths = sequence_lengths(batch["attention_mask"], prompt_width=prompt_width, input_ids=shared)
         assert lengths is not None
         unpadded = PaddingFreeModel(
-            model, of, prompt_width=PROMPT_WIDTH, lengths=iter(lengths), attend_within=attend_within
+            model, of, prompt_width=prompt_width, lengths=iter(lengths), attend_within=attend_within
         )
         computed = compute(unpadded, model, batch)
     hook.remove()

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.varlen
 from torch.distributed.utils import _apply_to_tensors
 from transformers import PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -88,27 +87,6 @@ def test_under_autocast_a_kernel_gets_what_sdpa_would() -> None:
     assert calls.count == 1 and got.dtype == torch.bfloat16
     exact = _attend(attention_layer(2), packing, "sdpa", None, query, key, value)
     torch.testing.assert_close(got.float(), exact, rtol=5e-2, atol=5e-2)
-
-
-def test_an_older_kernel_gets_a_head_of_keys_for_each_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tests/gpu runs on torch 2.11 too."""
-
-    def older(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tables: Any, scale: float, window_size: Any) -> Any:
-        assert q.size(1) == k.size(1) == v.size(1)
-        return kernels._varlen(q, k, v, *tables[:2], tables[2:], scale=scale, window=window_size)
-
-    packing = packing_of(BATCHES["one prompt"], True)
-    inputs = _drawn(packing, 2)
-    expected = _attend(attention_layer(2), packing, "sdpa", 2, *inputs)
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", older)
-    with kernels.torch_varlen() as calls, monkeypatch.context() as patches:
-        patches.setattr(attention, "varlen_attn", None)
-        with kernels.varlen_before_gqa():
-            got = _attend(attention_layer(2), packing, "sdpa", 2, *inputs)
-    assert not calls.count
-    torch.testing.assert_close(got, expected)
-    gradients = (torch.autograd.grad(each.square().sum(), inputs) for each in (got, expected))
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize(("heads", "of_values", "is_taken"), [(64, 64, True), (64, 32, True), (100, 100, False)])

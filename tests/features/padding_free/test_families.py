@@ -25,6 +25,7 @@ from tests.features.padding_free.passes import (
     make_batch,
     without_padding,
 )
+from tests.features.padding_free.tools import BATCHES
 from tests.oracles import kernels
 from tests.tools import families
 from tests.tools.cases import cases
@@ -136,6 +137,21 @@ def test_a_batch_without_its_padding(name: str) -> None:
         if model.supports_gradient_checkpointing:
             model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             _assert_packed(model, expected, batch)
+
+
+@pytest.mark.parametrize("shape", BATCHES)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_batches_of_any_shape_without_their_padding(name: str, shape: str, share: bool) -> None:
+    """Full attention, windows, and windows with sinks."""
+    given = BATCHES[shape]
+    model, batch = _build(name), {"input_ids": given.ids, "attention_mask": given.mask, "labels": given.labels}
+    width = given.prompt_columns
+    computed, (rows, _) = without_padding(model, find_support(model), batch, share_prompts=share, prompt_width=width)
+    assert rows == 1
+    if (given.labels != -100).any():
+        assert_same(computed, compute(model, model, batch))
+    else:
+        assert not computed.log_probs.numel()
 
 
 # Columns in front of a sequence. Some scales of queries first change after 16,384.
