@@ -53,13 +53,6 @@ def random_batch(seed: int, group_size: int, groups: int) -> list[oracles.Comple
     return [completion() for _ in range(group_size * groups)]
 
 
-@pytest.mark.parametrize("case", oracles.HAND_WORKED, ids=lambda case: case[0])
-def test_by_hand(case: tuple[str, str, list[oracles.Completion], int, str, list[list[float]]]) -> None:
-    _, name, batch, group_size, scale, expected = case
-    for ours, by_hand in zip(by_ours(name, batch, group_size, scale), expected, strict=True):
-        assert ours == pytest.approx(by_hand, rel=1e-12, abs=1e-12)
-
-
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_advantages_are_those_of_an_oracle_that_saw_the_formulas_only(name: str, scale: str) -> None:

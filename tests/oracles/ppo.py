@@ -44,10 +44,6 @@ def gae(
 
         delta = (1 + 3/4 - 1/2, 5/2 - 1/2 - 3/2, 3 + 2 + 1) = (5/4, 1/2, 6)
         lambda = 1/2:  A_2 = 6,  A_1 = 1/2 + 6/4 = 2,  A_0 = 5/4 + 2/4 = 7/4
-
-    >>> nan = math.nan
-    >>> gae([[1.0, nan, 2.5, 3.0]], [[0.5, nan, 1.5, -1.0]], [[True, False, True, True]], 0.5, 0.5, [4.0])
-    [[1.75, 0.0, 2.0, 6.0]]
     """
     advantages = _zeros(mask)
     for i in range(len(mask)):
@@ -83,11 +79,6 @@ def token_rewards(
     and the step that ends at 9 pays 8.
 
         token 0: -1/2 + 4 = 3.5,  token 2: +1 + 8 = 9
-
-    >>> nan = math.nan
-    >>> mask = [[True, False, True, False]]
-    >>> token_rewards([[2, 9, 4]], [[4.0, 8.0, nan]], [[-1.0, nan, -4.0, nan]], [[-2.0, nan, -2.0, nan]], mask, 0.5)
-    [[3.5, 0.0, 9.0, 0.0]]
     """
     rewards = _zeros(mask)
     for i in range(len(mask)):
@@ -113,9 +104,6 @@ def adaptive_kl(coef: float, kl: float, target: float, horizon: float, answers: 
 
     Example, by hand: target 4. KL = 4.4 is e = 0.1, and KL = 8 is e = 1, clipped to 0.2. With K = 64 / 128 the factors
     are 1.05 and 1.1.
-
-    >>> [round(adaptive_kl(2.0, kl, target=4.0, horizon=128, answers=64), 12) for kl in (4.4, 8.0, 4.0, 0.0)]
-    [2.1, 2.2, 2.0, 1.8]
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error * answers / horizon)
@@ -129,12 +117,6 @@ def whiten(values: Table, mask: Table, shift_mean: bool = True) -> list[list[flo
     changes.
 
     Example, by hand: 1 and 3 have the mean 2 and the variance 2. The results are -0.707107 and 0.707107.
-
-    >>> mask = [[True, False], [False, True]]
-    >>> [[round(x, 6) for x in row] for row in whiten([[1.0, math.nan], [math.nan, 3.0]], mask)]
-    [[-0.707107, 0.0], [0.0, 0.707107]]
-    >>> [[round(x, 6) for x in row] for row in whiten([[1.0, math.nan], [math.nan, 3.0]], mask, shift_mean=False)]
-    [[1.292893, 0.0], [0.0, 2.707107]]
     """
     numbers = [float(values[i][t]) for i in range(len(mask)) for t in _actions(mask[i])]
     whitened = _zeros(mask)
@@ -161,11 +143,6 @@ def value_loss(
 
     Example, by hand: V = 3, V_old = 1, c = 1/2, so that the clipped value is 3/2. With R = 4 the terms are 1 and 25/4,
     and the loss is 25/8. With R = 0 they are 9 and 9/4, and the loss is 9/2.
-
-    >>> value_loss([[3.0, 3.0, math.nan]], [[1.0, 1.0, 0.0]], [[4.0, 0.0, 0.0]], [[True, True, False]], 0.5)
-    [[3.125, 4.5, 0.0]]
-    >>> value_loss([[3.0, 3.0, math.nan]], [[1.0, 1.0, 0.0]], [[4.0, 0.0, 0.0]], [[True, True, False]], None)
-    [[0.5, 4.5, 0.0]]
     """
     losses = _zeros(mask)
     for i in range(len(mask)):
@@ -203,10 +180,6 @@ def ppo_targets(
     Example, by hand: gamma = 1, one step of reward 1 at the end, V = 0 and 1/2 at the two action tokens, no penalty.
 
         delta = (1/2, 1/2).  lambda = 0: A = (1/2, 1/2).  value_lam = 1: A = (1, 1/2), R = A + V = (1, 1)
-
-    >>> rollout = ([[2]], [[1.0]], [[0.0, 0.0]], None, [[0.0, 0.5]], [[True, True]])
-    >>> ppo_targets(*rollout, gamma=1.0, lam=0.0, value_lam=1.0, kl_coef=0.0, whiten_advantages=False)
-    ([[0.5, 0.5]], [[1.0, 1.0]])
     """
     rewards = token_rewards(ends, step_rewards, old_logps, ref_logps, mask, kl_coef)
     if whiten_rewards:

@@ -1,6 +1,7 @@
 """TRL as it is after 1.16, as far as others name it: its log-prob function also takes a set of tokens for each row."""
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,55 +15,23 @@ from trl_steady.trl_bridge import lm_head
 ARGUMENTS = {"positional": "support_ids", "keyword": "support_ids=support_ids"}
 
 
-class LogProbsOverSupport(ChunkedLogProbFunction):
+def _log_probs(*arguments: Any, support_ids: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """TRL's function, which normalises log-probs and entropies over the tokens (N, K) of `support_ids`.
 
     A row is filled up with tokens that it names already.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = (),
-        support_ids: Tensor | None = None,
-    ) -> Any:
-        own = hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
-        ctx.support_ids = support_ids
-        if support_ids is None:
-            return ChunkedLogProbFunction.forward(ctx, *own)
-        ctx.save_for_backward(*own[:3])
-        ctx.options = own[3:]
-        return *_over_support(support_ids, *own), None, None, None
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if ctx.support_ids is None:
-            return *ChunkedLogProbFunction.backward(ctx, *grads), None
-        _, weight, bias = ctx.saved_tensors
-        with utils.maybe_gather_lm_head_ctx(weight, bias), torch.enable_grad():
-            leaves = [None if each is None else each.detach().requires_grad_() for each in ctx.saved_tensors]
-            outputs = _over_support(ctx.support_ids, *leaves, *ctx.options)
-            used = [(values, grad) for values, grad in zip(outputs, grads[:2], strict=True) if grad is not None]
-            torch.autograd.backward(*zip(*used, strict=True))
-        return *(None if leaf is None else leaf.grad for leaf in leaves), *[None] * 7
-
-
-def _over_support(
-    support_ids: Tensor, hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, temperature: float, *_: Any
-) -> tuple[Tensor, Tensor]:
+    *own, support_ids = arguments if len(arguments) == 10 else (*arguments, support_ids)
+    if support_ids is None:
+        return ChunkedLogProbFunction.apply(*own)
+    hidden, weight, bias, targets, temperature, *_ = own
     logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
     outside = torch.ones_like(logits, dtype=torch.bool).scatter(-1, support_ids, False)
     log_probs = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
     entropies = -(log_probs.exp() * log_probs.masked_fill(outside, 0)).sum(-1)
-    return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies
+    return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies, None, None, None
+
+
+LATER = SimpleNamespace(apply=_log_probs)
 
 
 def install(patch: pytest.MonkeyPatch, form: str) -> None:
@@ -86,5 +55,5 @@ def install(patch: pytest.MonkeyPatch, form: str) -> None:
     exec(source, vars(utils), found)
     for module in (utils, grpo_trainer, rloo_trainer):
         patch.setattr(module, "add_fused_lm_head", found["add_fused_lm_head"])
-    patch.setattr(utils, "_ChunkedLogProbFunction", LogProbsOverSupport)
-    patch.setattr(lm_head, "_TRL_LOG_PROBS", LogProbsOverSupport)
+    patch.setattr(utils, "_ChunkedLogProbFunction", LATER)
+    patch.setattr(lm_head, "_TRL_LOG_PROBS", LATER)

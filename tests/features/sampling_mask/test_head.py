@@ -1,7 +1,5 @@
 """Log-probs among kept tokens: against the oracle, TRL's head, and what a set implies."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -77,24 +75,23 @@ def test_parts_are_no_larger_than_a_chunk_and_change_nothing(chunk: int, monkeyp
     assert within(gap(case.gradients(weights(case), softcap=2.5), gradients), 1e-14)
 
 
-class Allocated(TorchDispatchMode):
-    """The shapes of all tensors that are made inside the context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[torch.Size] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        outputs = out if isinstance(out, tuple | list) else [out]
-        self.shapes += [each.shape for each in outputs if torch.is_tensor(each)]
-        return out
-
-    def above(self, numbers: int) -> set[tuple[int, ...]]:
-        return {tuple(shape) for shape in self.shapes if shape.numel() > numbers}
-
-
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Allocated(TorchDispatchMode):
+        """The shapes of all tensors that are made inside the context."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.shapes: list[torch.Size] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            outputs = out if isinstance(out, tuple | list) else [out]
+            self.shapes += [each.shape for each in outputs if torch.is_tensor(each)]
+            return out
+
+        def above(self, numbers: int) -> set[tuple[int, ...]]:
+            return {tuple(shape) for shape in self.shapes if shape.numel() > numbers}
+
     n, vocabulary, width, size, chunk = 64, 1000, 4, 8, 512
     hidden, weight = torch.randn(n, width).requires_grad_(), torch.randn(vocabulary, width).requires_grad_()
     bias = torch.randn(vocabulary).requires_grad_()
@@ -110,38 +107,24 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) ->
     assert backward.above(chunk) == {(vocabulary, width), (vocabulary,)}
 
 
-def autocast() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-NARROW: dict[str, tuple[torch.dtype, Callable[[], AbstractContextManager[Any]]]] = {
-    "float32": (torch.float32, nullcontext),
-    "bfloat16": (torch.bfloat16, nullcontext),
-    "autocast": (torch.float32, autocast),
-}
-
-
-def coarse(dtype: torch.dtype) -> Case:
+@pytest.mark.parametrize(("has_bias", "temperature", "softcap"), [(True, 0.6, None), (False, 1.0, 25.0)])
+@pytest.mark.parametrize(
+    ("dtype", "is_autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+def test_log_probs_among_almost_all_tokens_are_rounded_like_trls(
+    dtype: torch.dtype, is_autocast: bool, has_bias: bool, temperature: float, softcap: float | None
+) -> None:
     """All tokens but one without a chance. Products are exact in float32, whatever the order, and not in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randint(-32, 33, shape, generator=generator) / 16
     hidden, weight, bias = draw(len(SIZES), WIDTH), draw(VOCABULARY, WIDTH), draw(VOCABULARY)
     hidden[:, 0], weight[9] = 2, torch.tensor([-512.0, 0, 0, 0, 0])
     sets = [[token for token in range(VOCABULARY) if token != 9]] * len(SIZES)
-    leaves = [leaf.to(dtype).requires_grad_() for leaf in (hidden, weight, bias)]
-    return Case(*leaves, torch.arange(len(SIZES)) + 10, sets)
-
-
-@pytest.mark.parametrize(("has_bias", "temperature", "softcap"), [(True, 0.6, None), (False, 1.0, 25.0)])
-@pytest.mark.parametrize("name", NARROW)
-def test_log_probs_among_almost_all_tokens_are_rounded_like_trls(
-    name: str, has_bias: bool, temperature: float, softcap: float | None
-) -> None:
-    dtype, context = NARROW[name]
-    case = coarse(dtype)
+    leaves: list[Any] = [leaf.to(dtype).requires_grad_() for leaf in (hidden, weight, bias)]
+    case = Case(*leaves, torch.arange(len(SIZES)) + 10, sets)
     case = case if has_bias else case._replace(bias=None)
     scaling = {"temperature": temperature, "logit_scale": 1.7, "softcap": softcap}
-    with context():
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
         got = case.log_probs(**scaling)
         trls = ChunkedLogProbFunction.apply(*case[:4], temperature, 8, softcap, 1.7, ("log_probs",))[0]
     assert got.dtype == trls.dtype == torch.float32
@@ -153,7 +136,7 @@ def test_log_probs_among_almost_all_tokens_are_rounded_like_trls(
 
 def test_backward_is_the_same_inside_autocast_and_outside() -> None:
     case = make_case(dtype=torch.float32)
-    with autocast():
+    with torch.autocast("cpu", torch.bfloat16):
         log_probs = case.log_probs()
         inside = torch.autograd.grad(log_probs.sum(), case[:3], retain_graph=True)
     assert gap(list(inside), list(torch.autograd.grad(log_probs.sum(), case[:3]))) == 0

@@ -303,20 +303,20 @@ def test_each_pass_gathers_the_head_once_forward_and_once_backward(
     assert gathers == {kind: {"forward": 1, "backward": 1} for kind in gathers}
 
 
-class WithoutGradient(torch.autograd.Function):
-    """Hand None back where a gradient is expected."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        return None
-
-
 def test_a_backward_without_gradients_gathers_the_head_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """On another rank there may be gradients, and it would wait for this one."""
+
+    class WithoutGradient(torch.autograd.Function):
+        """Hand None back where a gradient is expected."""
+
+        @staticmethod
+        def forward(ctx: Any, values: Tensor) -> Tensor:
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> None:
+            return None
+
     model = build()
     partitioned = Partitioned(model, monkeypatch)
     out = call(model, batch(), with_entropy=False)

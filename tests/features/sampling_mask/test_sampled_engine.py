@@ -1,7 +1,8 @@
 """Kept tokens of a vLLM, colocated or a server, as tests/tools/engines.py plays it: sets that no sampling has left."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.features.router_replay.tools import Row, oracles
-from tests.features.sampling_mask.tools import CLOSE, SAMPLING, SETS, TEMPERATURE
+from tests.features.router_replay.tools import oracles
+from tests.features.sampling_mask import tools as sampled
+from tests.features.sampling_mask.tools import CLOSE, SAMPLING, SETS, TEMPERATURE, Row
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
 from tests.tools import agent, engines, tiny
@@ -20,7 +22,6 @@ from tests.tools.sets import lists
 from trl_steady.core.metrics import Clock
 from trl_steady.features.router_replay.feature import ROUTES
 from trl_steady.features.router_replay.routes import from_engine
-from trl_steady.features.sampling_mask.candidates import CandidateSets
 from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_candidates
 from trl_steady.trl_bridge.vllm import SteadyGeneration
 
@@ -33,16 +34,6 @@ CORRECTED: dict[str, Any] = {
 }
 
 
-def scores(model: torch.nn.Module, ids: list[int], prompt: int, routes: Tensor | None) -> Tensor:
-    """(C, V) at the temperature, of which the tokens after the first `prompt` were sampled."""
-    seen: list[Tensor] = []
-    hook = model.register_forward_hook(lambda _m, _i, output: seen.append(output.logits[0].double()))
-    with torch.no_grad():
-        routed_oracle.log_probs(model, ids, prompt, routes)
-    hook.remove()
-    return seen[0][prompt - 1 : -1] / TEMPERATURE
-
-
 def routes_of(ids: list[int], syncs: int) -> Tensor:
     return torch.from_numpy(chosen(ids, syncs)[:, SPARSE])
 
@@ -51,18 +42,11 @@ def score_as_sampled(engine: Engine, folder: Path) -> None:
     """Let the engine's log-probs be those of the weights that it was sent, on its sets."""
 
     def scored(prompt: list[int], completion: list[int]) -> list[float]:
-        z = scores(routed_oracle.initial(folder, engine.weights), [*prompt, *completion], len(prompt), None)
+        row: Any = SimpleNamespace(ids=[*prompt, *completion], prompt=len(prompt))
+        z = sampled.scores(routed_oracle.initial(folder, engine.weights), row, TEMPERATURE)
         return oracle.log_probs(z, torch.tensor(completion), kept(prompt, completion, engine.syncs)).tolist()
 
     engine.scored = scored
-
-
-def sets_of(batch: dict[str, Any]) -> Iterator[Sets]:
-    """Of the tokens of each completion; padding has none."""
-    for of_completion, mask in zip(batch["kept_tokens"], batch["completion_mask"].bool().tolist(), strict=True):
-        sets = list(zip(lists(CandidateSets(*of_completion)), mask, strict=True))
-        assert not any(each for each, is_token in sets if not is_token)
-        yield [sorted(each) for each, is_token in sets if is_token]
 
 
 def returned(row: Row, syncs: int) -> Sets:
@@ -79,14 +63,14 @@ def check(trainer: Any, folder: Path, expected: Callable[[Row, int], Sets] = ret
         weights = [update.weights, trainer.rollouts[update.rollout][0], trainer.rollouts[0][0]]
         of_passes = zip(("logps", "old_per_token_logps", "ref_per_token_logps"), map(policy, weights), strict=True)
         passes = {name: model for name, model in of_passes if name in update.rows[0].values}
-        for row, sets in zip(update.rows, sets_of(update.inputs), strict=True):
-            assert sets == expected(row, update.rollout + 1)
-            targets = torch.tensor(row.ids[row.prompt :])
+        for row in sampled.rows(update):
+            assert row.sets == expected(row, update.rollout + 1) and not any(row.of_padding)
             for name, model in passes.items():
-                z = scores(model, row.ids, row.prompt, row.routes)
-                on_sets = oracle.log_probs(z, targets, sets)
+                z = sampled.scores(model, row, TEMPERATURE, row.routes)
+                on_sets = sampled.log_probs(z, row)
                 torch.testing.assert_close(row.values[name].double(), on_sets, **CLOSE)
-                apart.append((on_sets - oracle.log_probs(z, targets, [[]] * len(sets))).abs().mean().item())
+                of_all = oracle.log_probs(z, row.targets, [[]] * len(row.sets))
+                apart.append((on_sets - of_all).abs().mean().item())
     assert {"logps", "old_per_token_logps"} <= trainer.updates[0].rows[0].values.keys() and np.mean(apart) > 0.3
 
 
@@ -130,7 +114,7 @@ def test_a_token_without_a_choice_of_tokens_is_scored_among_all(
     with pytest.warns(UserWarning, match="tokens were sampled among more than"):
         trainer = tiny.train(built(models["dense"], max_steps=4, **SETS))
     check(trainer, models["dense"], expected)
-    sets = [each for update in trainer.updates for of_row in sets_of(update.inputs) for each in of_row]
+    sets = [each for update in trainer.updates for row in sampled.rows(update) for each in row.sets]
     share = sum(not each for each in sets) / len(sets)
     assert 0.5 < share < 0.9 and tiny.history(trainer)[0]["sampling_mask/fallback"] == pytest.approx(share)
 

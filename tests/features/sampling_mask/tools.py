@@ -37,12 +37,6 @@ class Drawn(NamedTuple):
     """With what it was generated for."""
     sets: Sets
     """Of each token of the completion, the tokens that had a score in the end, in ascending order."""
-    log_probs: Tensor
-    """Of each token of the completion, under what it was sampled from."""
-    scores: Tensor
-    """(T, V) that were sampled from."""
-    logits: Tensor
-    """(T, V) before anything was done to them."""
 
 
 class Row(NamedTuple):
@@ -81,15 +75,18 @@ class Sampled(routed.Recorded):
 
         def telling(*inputs: Any, **options: Any) -> Tensor:
             config = copy.deepcopy(options.pop("generation_config"))
-            config.update(return_dict_in_generate=True, output_scores=True, output_logits=True)
+            config.update(return_dict_in_generate=True, output_scores=True)
             answers.append(type(bare).generate(bare, *inputs, generation_config=config, **options))
             return answers[0].sequences
 
         with patched(bare, {"generate": telling}):
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *arguments, **keywords)
         (answer,) = answers
-        draws = zip(prompt_ids, completion_ids, range(len(prompt_ids)), strict=True)
-        self.draws[-1].append([_drawn(answer, *each) for each in draws])
+        self.draws[-1].append([])
+        for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+            scores = [step[row] for step in answer.scores[: len(completion)]]
+            sets = [(of_token > -torch.inf).nonzero().flatten().tolist() for of_token in scores]
+            self.draws[-1][-1].append(Drawn([*prompt, *completion], sets))
         return completion_ids, logprobs
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **keywords: Any) -> Any:
@@ -112,14 +109,6 @@ class Sampled(routed.Recorded):
         return found
 
 
-def _drawn(answer: Any, prompt: list[int], completion: list[int], row: int) -> Drawn:
-    scores = torch.stack([step[row] for step in answer.scores[: len(completion)]])
-    logits = torch.stack([step[row] for step in answer.logits[: len(completion)]])
-    sets = [(of_token > -torch.inf).nonzero().flatten().tolist() for of_token in scores]
-    log_probs = scores.double().log_softmax(-1).gather(-1, torch.tensor(completion).unsqueeze(-1)).squeeze(-1)
-    return Drawn([*prompt, *completion], sets, log_probs, scores, logits)
-
-
 def rows(update: routed.Update) -> Iterator[Row]:
     """Of a micro-batch."""
     inputs = update.inputs
@@ -134,7 +123,7 @@ def rows(update: routed.Update) -> Iterator[Row]:
             [each for each, is_own in zip(sets, is_token, strict=True) if is_own],
             [each for each, is_own in zip(sets, is_token, strict=True) if not is_own],
             own.routes,
-            {**own.values, "entropies": inputs["entropies"][i][is_token]},
+            {**own.values, **({"entropies": inputs["entropies"][i][is_token]} if "entropies" in inputs else {})},
             sampled[i][is_token].bool(),
         )
 
