@@ -27,11 +27,9 @@ NAN = float("nan")
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "loss": (poison_loss, {}),
     "gradient": (poison_gradients, {}),
-    "infinite": (lambda *arguments: poison_gradients(*arguments, value=math.inf), {}),
     "lora": (poison_gradients, {"lora": True}),
     "bf16": (poison_loss, {"bf16": True}),
     "no clip": (poison_gradients, {"max_grad_norm": 0.0}),
-    "sgd": (poison_gradients, {"optim": "sgd"}),
     "RLOO": (poison_loss, {"method": "RLOO"}),
 }
 
@@ -49,19 +47,16 @@ def test_a_run_of_trl_without_these_steps_is_the_same(models: dict[str, Path], t
     assert resumable.differences(tiny.parameters(tiny.train(every)), tiny.parameters(ours)) != []
 
 
-REGROUPED: dict[str, dict[str, Any]] = {
-    "token_budget": {"token_budget": 40, "share_prompts": True},
-    "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 2},
-    "dynamic_sampling": {"dynamic_sampling": True},
-    "zero weight": {"skip_zero_weight": True, "beta": 0.0},
-    "moe": {"model": "moe", "router_replay": "R2", "router_aux_loss_coef": 0.0},
-}
-
-
-@pytest.mark.parametrize("kind", cases(REGROUPED, fast=("token_budget",)))
-def test_it_holds_with_other_features(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    options = {**OPTIONS, **REGROUPED[kind]}
-    model = models[options.pop("model", "dense")]
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"token_budget": 40, "share_prompts": True},
+        pytest.param({"sync_ref_model": True, "ref_model_sync_steps": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_it_holds_with_other_features(models: dict[str, Path], tmp_path: Path, others: dict[str, Any]) -> None:
+    options, model = {**OPTIONS, **others}, models["dense"]
     with_nan = tiny.train(poison_gradients(tiny.trainer(model, tmp_path, **options), (1, 3)))
     options["skip_nonfinite_steps"] = None
     expected = tiny.train(without(tiny.trainer(model, tmp_path, **options), (1, 3)))
@@ -75,38 +70,33 @@ def test_none_takes_the_step_as_trl_does(models: dict[str, Path], tmp_path: Path
     assert not any("steps/nonfinite" in row for row in trainer.state.log_history)
 
 
-class Recorded:
-    """The log-ratios and losses that a trainer computes, as a subclass sees them."""
-
-    def __init__(self, trainer: Any) -> None:
-        found = self.found = []  # one for each micro-batch
-
-        class Recording(type(trainer)):
-            def _get_per_token_logps_and_entropies(self, *arguments: Any, **keywords: Any) -> Any:
-                result = super()._get_per_token_logps_and_entropies(*arguments, **keywords)
-                self.last = result[0].detach()
-                return result
-
-            def _compute_loss(self, model: Any, inputs: Any) -> Any:
-                loss = super()._compute_loss(model, inputs)
-                ratio = (self.last - inputs["old_per_token_logps"])[inputs["completion_mask"].bool()].abs().max()
-                found.append((self.state.global_step, loss.item(), ratio.item()))
-                return loss
-
-        trainer.__class__ = Recording
-
-
 def test_a_line_names_step_loss_log_ratio_and_parameters(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = tiny.trainer(models["dense"], tmp_path, **OPTIONS)
-    recorded = Recorded(trainer)
+    computed: list[
+        tuple[int, float, float]
+    ] = []  # step, loss and log-ratio of each micro-batch, as a subclass sees it
+
+    class Recording(type(trainer)):
+        def _get_per_token_logps_and_entropies(self, *arguments: Any, **keywords: Any) -> Any:
+            result = super()._get_per_token_logps_and_entropies(*arguments, **keywords)
+            self.last = result[0].detach()
+            return result
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            loss = super()._compute_loss(model, inputs)
+            ratio = (self.last - inputs["old_per_token_logps"])[inputs["completion_mask"].bool()].abs().max()
+            computed.append((self.state.global_step, loss.item(), ratio.item()))
+            return loss
+
+    trainer.__class__ = Recording
     poison_gradients(trainer, (3,), count=5)
     trainer.train()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "leaves out" in line]
     names = [name for name, _ in trainer.model.named_parameters()][2:5]
     assert line.endswith(f", {', '.join(names)}") and "leaves out step 4 of the policy: gradient norm nan, " in line
-    of_step = [(loss, ratio) for step, loss, ratio in recorded.found if step == 3]
+    of_step = [(loss, ratio) for step, loss, ratio in computed if step == 3]
     assert len(of_step) == 2 and max(ratio for _, ratio in of_step) > 0.01
     said = re.search(r"\|log-ratio\| (\S+), loss (\S+),", line)
     assert said is not None
@@ -175,20 +165,19 @@ def test_the_error_names_a_checkpoint_of_this_run_or_none(
     assert trainer.state.global_step == 2
 
 
-class Decaying(torch.optim.SGD):
-    """Decays parameters, and counts its steps, whether they have gradients or not."""
-
-    steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.steps += 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data.mul_(0.9)
-        return super().step(closure)
-
-
 def test_an_optimizer_is_not_called_and_callbacks_see_the_gradients(models: dict[str, Path], tmp_path: Path) -> None:
+    class Decaying(torch.optim.SGD):
+        """Decays parameters, and counts its steps, whether they have gradients or not."""
+
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.steps += 1
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.mul_(0.9)
+            return super().step(closure)
+
     trainer = tiny.trainer(models["dense"], tmp_path, **OPTIONS, max_steps=5)
     optimizer = trainer.optimizer = Decaying(trainer.model.parameters(), lr=0.01)
     norms, ends = [], []

@@ -7,7 +7,6 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import TrainerCallback
 
 from tests.features.critic.tools import Twin, build, policy_parameters
 from tests.tools import tiny
@@ -32,28 +31,6 @@ def examples_of(trainer: Any) -> list[list[list[int]]]:
 
     trainer.model.register_forward_pre_hook(see, with_kwargs=True)
     return seen
-
-
-def step_gradients(trainer: Any) -> dict[str, Tensor]:
-    """Those of the policy in the last optimizer step of a run."""
-    found: dict[str, Tensor] = {}
-
-    class Watch(TrainerCallback):
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            found.update({n: p.grad.clone() for n, p in policy_parameters(trainer).items() if p.grad is not None})
-
-    trainer.add_callback(Watch())
-    trainer.train()
-    return found
-
-
-def language_model_loss(twin: Twin, examples: list[list[int]]) -> Tensor:
-    """Mean over all tokens but the first of each example, one example at a time."""
-    losses = []
-    for ids in map(torch.tensor, examples):
-        logits = twin.logits(ids)
-        losses.append(-logits.log_softmax(-1)[:-1].gather(1, ids[1:].unsqueeze(1)).flatten())
-    return torch.cat(losses).mean()
 
 
 # three micro-batches an epoch, in steps of two and one
@@ -86,11 +63,18 @@ def test_its_gradient_is_added_to_the_policys(models: dict[str, Path], tmp_path:
         }
         trainer = build(models["dense"], tmp_path, exact=True, known=True, ptx_coef=coef, build=built, **options)
         twin, seen = Twin(trainer), examples_of(trainer)
-        runs.append(step_gradients(trainer))
+        gradients = tiny.Gradients()
+        trainer.add_callback(gradients)
+        trainer.train()
+        runs.append({name: each for name, each in gradients.steps[-1].items() if name in policy_parameters(trainer)})
     last = options["max_steps"] - 1
     examples = [ids for batch in seen for ids in batch][8 * last :]
     assert len(examples) == (4 if last else 8) and len({sum(map(len, batch)) for batch in seen}) > 1
-    loss = language_model_loss(twin, examples)
+    losses = []
+    for ids in map(torch.tensor, examples):
+        logits = twin.logits(ids)
+        losses.append(-logits.log_softmax(-1)[:-1].gather(1, ids[1:].unsqueeze(1)).flatten())
+    loss = torch.cat(losses).mean()
     own = {n: p for n, p in twin.whole.named_parameters() if n in runs[0]}
     expected = dict(zip(own, torch.autograd.grad(loss, [*own.values()]), strict=True))
     size = torch.stack([each.norm() for each in expected.values()]).norm()

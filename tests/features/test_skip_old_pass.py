@@ -11,7 +11,6 @@ import torch
 import transformers
 import trl
 from torch import Tensor
-from transformers import TrainerCallback
 
 import trl_steady
 from tests.tools import engines, tiny
@@ -71,17 +70,6 @@ def built(
     return build
 
 
-class Gradients(TrainerCallback):
-    """Keeps the gradients of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Tensor]] = []
-
-    def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
-        named = model.named_parameters()
-        self.steps.append({name: each.grad.clone() for name, each in named if each.grad is not None})
-
-
 @pytest.fixture
 def exact(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     """Gives models in float64, whose log-probs are too: TRL's fused head returns float32."""
@@ -97,32 +85,25 @@ def exact(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[
     return lambda: transformers.AutoModelForCausalLM.from_pretrained(models["gpt2"], dtype=torch.float64)
 
 
-def runs(exact: Callable[[], Any], built: Built, **options: Any) -> tuple[list[Any], list[Gradients]]:
-    """Train without the pass and with it."""
-    trained: list[Any] = []
-    gradients: list[Gradients] = []
-    for skip in (True, False):
-        gradients.append(Gradients())
-        trained.append(built(exact(), skip_old_pass=skip, **options))
-        trained[-1].add_callback(gradients[-1])
-        trained[-1].train()
-        assert trained[-1].skips_old_pass == skip
-    return trained, gradients
-
-
 def check(exact: Callable[[], Any], built: Built, **options: Any) -> list[dict[str, float]]:
     """Gradients are equal to 1e-10, relative to the largest, and logs to 1e-9: three steps carry rounding on."""
-    trained, (without, expected) = runs(exact, built, **options)
+    gradients, logs = list[tiny.Gradients](), list[list[dict[str, float]]]()
+    for skip in (True, False):
+        trainer = built(exact(), skip_old_pass=skip, **options)
+        gradients.append(tiny.Gradients())
+        trainer.add_callback(gradients[-1])
+        logs.append(tiny.history(tiny.train(trainer))[:-1])
+        assert trainer.skips_old_pass == skip
+    without, expected = gradients
     assert len(without.steps) == len(expected.steps) == 3
     for found, with_pass in zip(without.steps, expected.steps, strict=True):
         largest = max(gradient.abs().max() for gradient in with_pass.values())
         assert largest > 0
         for name, gradient in with_pass.items():
             assert (found[name] - gradient).abs().max() <= 1e-10 * largest, name
-    without_pass, with_pass = (tiny.history(each)[:-1] for each in trained)
-    for row, theirs in zip(without_pass, with_pass, strict=True):
+    for row, theirs in zip(*logs, strict=True):
         assert row == pytest.approx(theirs, rel=1e-9, abs=1e-9, nan_ok=True)
-    return without_pass
+    return logs[0]
 
 
 @pytest.mark.filterwarnings("ignore:trim_padding=True only cuts")
@@ -231,14 +212,14 @@ def test_a_rollout_has_one_pass_less(built: Built) -> None:
 )
 def test_it_composes_with_what_changes_passes(built: Built, options: dict[str, Any]) -> None:
     """Up to float32's rounding, which packing and batches change: 1e-4 of the largest gradient, and of a log-prob."""
-    found: list[Gradients] = []
+    found: list[tiny.Gradients] = []
     logs: list[dict[str, float]] = []
     for skip in (None, False):
         trainer = built(
             skip_old_pass=skip, vllm_importance_sampling_mode="token_truncate", **{**options, "max_steps": 1}
         )
         assert trainer.skips_old_pass == (skip is None)
-        found.append(Gradients())
+        found.append(tiny.Gradients())
         trainer.add_callback(found[-1])
         trainer.train()
         logs.append({key: value for key, value in tiny.history(trainer)[0].items() if key.startswith("sampling")})

@@ -13,6 +13,7 @@ from torch import Tensor
 from trl.generation import vllm_generation
 
 import trl_steady
+from tests.features.dynamic_sampling.tools import number
 from tests.features.padding_free.rollouts import UNEQUAL, Widths
 from tests.tools import tiny
 from tests.tools.engines import UNCHECKED, Engine, alone, colocate
@@ -31,10 +32,6 @@ def with_float64_everywhere(all_in_float64: None) -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-def number(prompt: str) -> int:
-    return int(prompt.lstrip("ab").partition("+")[0])
-
-
 def constant(idle: float) -> Callable[..., list[float]]:
     """A reward that is the same for all answers of a share of the prompts: 0, 1/2 or 1. Others never earn the mean."""
 
@@ -45,12 +42,12 @@ def constant(idle: float) -> Callable[..., list[float]]:
     return reward
 
 
-class Recorded(transformers.TrainerCallback):
+class Recorded(tiny.Gradients):
     """The loss and the gradient of each optimizer step, and the widths of the policy's passes in training."""
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.losses, self.gradients = trainer, [torch.tensor(0.0)], list[dict[str, Tensor]]()
-        self.widths = Widths(trainer.model)
+        super().__init__()
+        self.trainer, self.losses, self.widths = trainer, [torch.tensor(0.0)], Widths(trainer.model)
         step = trainer.training_step
 
         def recorded(*arguments: Any) -> Tensor:
@@ -61,11 +58,8 @@ class Recorded(transformers.TrainerCallback):
         trainer.training_step = recorded
         trainer.add_callback(self)
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        named = self.trainer.model.named_parameters()
-        self.gradients.append(
-            {name: p.grad.clone() for name, p in named if p.grad is not None and "value" not in name}
-        )
+    def on_pre_optimizer_step(self, *arguments: Any, **keywords: Any) -> None:
+        super().on_pre_optimizer_step(*arguments, **keywords)
         self.losses.append(torch.tensor(0.0))
 
 
@@ -88,9 +82,11 @@ def assert_same(one: Recorded, other: Recorded) -> None:
     """Sums of at most thousands of float64 numbers, in another order."""
     assert len(one.losses) == len(other.losses) > 2
     torch.testing.assert_close(torch.stack(one.losses), torch.stack(other.losses), rtol=1e-10, atol=1e-13)
-    for found, expected in zip(one.gradients, other.gradients, strict=True):
+    for found, expected in zip(one.steps, other.steps, strict=True):
         scale = max(value.abs().max() for value in expected.values())
         for name, value in expected.items():
+            if "value" in name:  # the critic's
+                continue
             other_value = found.get(name, torch.zeros_like(value))
             assert (other_value - value).abs().max() <= 1e-10 * scale, name
 
@@ -116,7 +112,7 @@ def test_loss_and_gradient_are_those_of_all_sequences(
     assert_same(of_some, of_all)
     computed, before = (sum(width for _, width in each.widths.shapes) for each in (of_some, of_all))
     assert computed == before if idle == 0 else computed < before
-    assert idle != 1 or all(not grad.any() for step in of_some.gradients for grad in step.values())
+    assert idle != 1 or all(not grad.any() for step in of_some.steps for grad in step.values())
 
 
 def with_steps(completion_ids: list[list[int]], prompts: list[str], **_: Any) -> list[trl_steady.StepRewards]:
@@ -300,68 +296,56 @@ def test_a_run_without_the_option_says_what_it_would_leave_out(
     assert said(loss_type="own") == ""
 
 
-class InRollout(trl_steady.GRPOTrainer):
-    """A script that changes advantages after the rollout."""
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        samples = super()._generate_and_score_completions(inputs)
-        return {**samples, "advantages": shaped(samples)}
-
-
-class InComputeLoss(trl_steady.GRPOTrainer):
-    """A script that changes advantages before TRL's loss."""
-
-    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Tensor:
-        return super().compute_loss(model, {**inputs, "advantages": shaped(inputs)}, *arguments, **keywords)
-
-
-class InInnerLoss(trl_steady.GRPOTrainer):
-    """A script that changes advantages as docs/your-own-loss.md shows."""
-
-    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        return super()._compute_loss(model, {**inputs, "advantages": shaped(inputs)})
-
-
-def shaped(inputs: dict[str, Any]) -> Tensor:
-    """Advantages that are 0 for half of the answers, and not for the same ones as TRL's."""
-    return inputs["advantages"] * 0 + (inputs["completion_mask"].sum(1) % 2)
-
-
 @pytest.mark.usefixtures("with_float64_everywhere")
 @pytest.mark.parametrize(
     ("kind", "token_budget"),
-    [(InRollout, None), (InRollout, 30), (InComputeLoss, None), (InInnerLoss, None), (InInnerLoss, 30)],
+    [("rollout", None), ("rollout", 30), ("compute_loss", None), ("_compute_loss", None), ("_compute_loss", 30)],
 )
 def test_the_advantages_that_the_loss_gets_decide(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    kind: type[Any],
+    kind: str,
     token_budget: int | None,
 ) -> None:
-    """All answers earn the same, so that TRL's advantages are 0."""
-    monkeypatch.setattr(trl_steady, "GRPOTrainer", kind)
+    """A script changes advantages, which are 0 because all answers earn the same: docs/your-own-loss.md shows how."""
+
+    def shaped(inputs: dict[str, Any]) -> dict[str, Any]:
+        """Advantages that are 0 for half of the answers, and not for the same ones as TRL's."""
+        return {**inputs, "advantages": inputs["advantages"] * 0 + (inputs["completion_mask"].sum(1) % 2)}
+
+    class Script(trl_steady.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+            samples = super()._generate_and_score_completions(inputs)
+            return shaped(samples) if kind == "rollout" else samples
+
+        def _shape(self, method: str, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Tensor:
+            return getattr(super(), method)(model, shaped(inputs), *arguments, **keywords)
+
+    if kind != "rollout":
+        setattr(Script, kind, lambda self, *arguments, **keywords: self._shape(kind, *arguments, **keywords))
+    monkeypatch.setattr(trl_steady, "GRPOTrainer", Script)
     options = {"token_budget": token_budget, "loss_type": "dapo"}
     of_all = run("dense", tmp_path, 1, **options)
     said = capsys.readouterr().out
     of_some = run("dense", tmp_path, 1, skip_zero_weight=True, **options)
     assert_same(of_some, of_all)
-    assert all(any(value.any() for value in step.values()) for step in of_all.gradients)
+    assert all(any(value.any() for value in step.values()) for step in of_all.steps)
     assert 0 < max(skipped(of_some)) < 1
     assert "100% of the tokens" not in said
-    assert ("% of the tokens had no gradient" in said) == (kind is InRollout)  # a script's loss may have more terms
-
-
-class WithoutCorrection(trl_steady.GRPOTrainer):
-    """A script that takes the sampler's word for the old log-probs."""
-
-    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        return super()._compute_loss(model, {**inputs, "old_per_token_logps": inputs["sampling_per_token_logps"]})
+    assert ("% of the tokens had no gradient" in said) == (kind == "rollout")  # a script's loss may have more terms
 
 
 def test_masks_are_decided_from_the_log_probs_that_the_loss_gets(
     training: Callable[..., Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class WithoutCorrection(trl_steady.GRPOTrainer):
+        """A script that takes the sampler's word for the old log-probs."""
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+            old = {"old_per_token_logps": inputs["sampling_per_token_logps"]}
+            return super()._compute_loss(model, {**inputs, **old})
+
     monkeypatch.setattr(trl_steady, "GRPOTrainer", WithoutCorrection)
     of_all, of_some = (training(0, skip_zero_weight=skip, **MASKS[2]) for skip in (False, True))
     assert_same(of_some, of_all)

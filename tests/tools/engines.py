@@ -29,8 +29,7 @@ from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
 from tests.features.router_replay.tools import build
-from tests.tools import agent, tiny
-from trl_steady.trl_bridge import vllm as host_engine
+from tests.tools import tiny
 
 LAYERS, SPARSE, EXPERTS, CHOSEN = 4, [1, 3], 8, 2
 ROUTED, MASKED = "enable_return_routed_experts", "return_sampling_mask"
@@ -356,54 +355,3 @@ def flagged(server: Server, over_http: Build) -> Build:
 def built(request: pytest.FixtureRequest) -> Build:
     """Builds a trainer with either."""
     return request.getfixturevalue(request.param)
-
-
-def as_agent(engine: Engine, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """A mixture with tools, of whose completions every second is a call, and what to build its trainer with."""
-    reader = agent.tokenizer()
-    result = reader.convert_tokens_to_ids("<tool_response>")
-    call = '<tool_call>\n{"name": "double", "arguments": {"x": 2}}\n</tool_call><|im_end|>'
-    engine.spoken = lambda prompt, number: (
-        reader("4.<|im_end|>" if result in prompt else ["No.<|im_end|>", call][number % 2]).input_ids
-    )
-    agents = {"tools": agent.tools([]), "train_dataset": agent.dataset(agent.one_by_one), "processing_class": reader}
-    ends = {"eos_token_id": reader.eos_token_id, "pad_token_id": reader.pad_token_id, "vocab_size": len(reader)}
-    return save_model(folder, **ends), {"max_completion_length": 160, "build": agents}
-
-
-class Process:
-    """What an accelerator says of itself."""
-
-    def __init__(self, index: int, count: int) -> None:
-        self.process_index = self.local_process_index = index
-        self.is_main_process = index == 0
-        self.num_processes, self.device = count, torch.device("cpu")
-        self.state = SimpleNamespace(deepspeed_plugin=None)
-
-    def wait_for_everyone(self) -> None: ...
-
-
-def processes(
-    monkeypatch: pytest.MonkeyPatch, prompts: list[list[list[int]]]
-) -> Iterator[tuple[Process, list[list[int]]]]:
-    """One after the other, the main one first, each with its prompts."""
-    sent: list[Any] = []
-    everything = [prompt for own in prompts for prompt in own]
-
-    def gathered(given: list[Any]) -> list[Any]:
-        return everything if given[0] is not None else [None] * len(everything)
-
-    def from_main(objects: list[Any], from_process: int) -> None:
-        assert from_process == 0
-        if process.is_main_process:
-            sent.append(list(objects))
-        else:
-            objects[:] = of_main.pop(0)
-
-    monkeypatch.setattr(vllm_generation, "gather_object", gathered)
-    for module in (vllm_generation, host_engine):
-        monkeypatch.setattr(module, "broadcast_object_list", from_main)
-    for index, own in enumerate(prompts):
-        process, of_main = Process(index, len(prompts)), list(sent)
-        yield process, own
-        assert of_main == [] or process.is_main_process

@@ -136,3 +136,14 @@ def history(trained: trl.GRPOTrainer) -> list[dict[str, float]]:
 
 def parameters(trained: trl.GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in trained.model.named_parameters()}
+
+
+class Gradients(transformers.TrainerCallback):
+    """Keep the gradients of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+        named = model.named_parameters()
+        self.steps.append({name: each.grad.clone() for name, each in named if each.grad is not None})

@@ -8,23 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.features.dynamic_sampling import tools as rounds
 from tests.features.dynamic_sampling.tools import PREFIX, build, chosen, everything, groups, metric, second, sequences
+from tests.oracles import routes as routed_oracle
 from tests.tools import tiny
 from trl_steady import StepRewards
 from trl_steady.features.dynamic_sampling import DynamicSampling, step_range
 
 METHODS = pytest.mark.parametrize("method", ["GRPO", "RLOO"])
-
-
-def advantages(method: str, rewards: torch.Tensor) -> torch.Tensor:
-    """(J, G) from the papers, with TRL's epsilon."""
-    if method == "RLOO":
-        size = rewards.size(1)
-        return rewards - (rewards.sum(1, keepdim=True) - rewards) / (size - 1)
-    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
 @METHODS
@@ -38,16 +30,20 @@ def test_exactly_the_groups_without_a_signal_are_replaced(
         expected = chosen(rollout.rounds)
         answers = [answer for group in expected for answer in group]
         assert sequences(rollout.samples) == [(answer.prompt, answer.ids) for answer in answers]
-        own = advantages(method, torch.tensor([[answer.reward for answer in group] for group in expected]))
+        rewards = torch.tensor([[answer.reward for answer in group] for group in expected])
+        own = rewards - rewards.mean(1, keepdim=True)
+        # from the papers, with TRL's epsilon
+        own = own * 4 / 3 if method == "RLOO" else own / (rewards.std(1, keepdim=True) + 1e-4)
         torch.testing.assert_close(rollout.samples["advantages"], own.flatten())
         replaced += sum(before != after for before, after in zip(groups(rollout.rounds[0]), expected, strict=True))
-        policy: Any = transformers.AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32).eval()
-        policy.load_state_dict(rollout.weights)
-        with torch.no_grad():
-            scores = [rounds.log_probs(policy, answer.prompt, answer.ids) for answer in answers]
         if method == "RLOO":  # GRPO's rollout is on-policy, and TRL does not score it
-            found = rollout.samples["old_logps"]
-            torch.testing.assert_close(found, torch.stack([each.sum() for each in scores]), rtol=1e-4, atol=1e-4)
+            policy, reader, scores = routed_oracle.initial(models["dense"], rollout.weights), tiny.tokenizer(), []
+            for answer in answers:
+                before = reader(answer.prompt)["input_ids"]
+                with torch.no_grad():
+                    own_scores = routed_oracle.log_probs(policy, [*before, *answer.ids], len(before))
+                scores.append(own_scores.sum())
+            torch.testing.assert_close(rollout.samples["old_logps"], torch.stack(scores), rtol=1e-4, atol=1e-4)
     assert replaced >= 5
     counts = [(len(each.rounds), sum(map(len, each.rounds)) / 16) for each in trainer.rollouts]
     assert list(zip(metric(trainer, f"{PREFIX}rounds"), metric(trainer, f"{PREFIX}generated"), strict=True)) == counts
@@ -179,15 +175,14 @@ def test_a_group_without_loss_tokens_has_no_signal(models: dict[str, Path], tmp_
     assert decisions(trainer) == [False] * 4
 
 
-def long(rewards: torch.Tensor, rows: list[dict[str, Any]]) -> bool:
-    """The filter gets a group with the columns of the data set."""
-    assert rewards.shape == (4,) and len(rows) == 4 and len({row["prompt"] for row in rows}) == 1
-    assert {row["level"] for row in rows} == {rounds.number(rows[0]["prompt"]) % 3}
-    assert [len(row["completion"]) for row in rows] == rewards.tolist()
-    return rows[0]["level"] > 0 and rewards.max().item() > 1
-
-
 def test_a_function_decides_by_rewards_and_rows(models: dict[str, Path], tmp_path: Path) -> None:
+    def long(rewards: torch.Tensor, rows: list[dict[str, Any]]) -> bool:
+        """The filter gets a group with the columns of the data set."""
+        assert rewards.shape == (4,) and len(rows) == 4 and len({row["prompt"] for row in rows}) == 1
+        assert {row["level"] for row in rows} == {rounds.number(rows[0]["prompt"]) % 3}
+        assert [len(row["completion"]) for row in rows] == rewards.tolist()
+        return rows[0]["level"] > 0 and rewards.max().item() > 1
+
     data = tiny.dataset()
     data = data.add_column("level", [i % 3 for i in range(len(data))])
     lengths = lambda completions, **_: [float(len(text)) for text in completions]

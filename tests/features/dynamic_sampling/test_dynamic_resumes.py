@@ -13,11 +13,10 @@ from tests.features.dynamic_sampling.tools import PREFIX, build, everything, gro
 from tests.tools import resumable, tiny
 
 
-def only_at_first(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
-    return [float(trainer_state.global_step > 0 or i % 4 > 0) for i in range(len(completion_ids))]
-
-
 def test_a_resume_knows_the_worst_reward_that_was_seen(models: dict[str, Path], tmp_path: Path) -> None:
+    def only_at_first(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
+        return [float(trainer_state.global_step > 0 or i % 4 > 0) for i in range(len(completion_ids))]
+
     options = {"steps_per_generation": 2, "max_steps": 4, "reward": only_at_first}
     whole = tiny.train(build(models["dense"], tmp_path, save_strategy="steps", save_steps=2, **options))
     assert metric(whole, f"{PREFIX}solved") == [0.0, 1.0]
@@ -35,11 +34,7 @@ def further(trainer: Any) -> list[int]:
     return [rounds.number(group[0].prompt) for answers in later for group in groups(answers)]
 
 
-def stream(rows: int = 6) -> IterableDataset:
-    return tiny.dataset(rows).to_iterable_dataset()
-
-
-@pytest.mark.parametrize("data", [tiny.dataset(6), stream()], ids=["rows", "stream"])
+@pytest.mark.parametrize("data", [tiny.dataset(6), tiny.dataset(6).to_iterable_dataset()], ids=["rows", "stream"])
 def test_prompts_are_taken_pass_by_pass_and_a_resume_goes_on(
     models: dict[str, Path], tmp_path: Path, data: Any
 ) -> None:

@@ -78,21 +78,6 @@ class Watched:
         return reward
 
 
-class GRPO(Watched, trl_steady.GRPOTrainer):
-    pass
-
-
-class RLOO(Watched, trl_steady.RLOOTrainer):
-    pass
-
-
-class PPO(Watched, trl_steady.PPOTrainer):
-    pass
-
-
-KINDS: dict[str, Any] = {"GRPO": GRPO, "RLOO": RLOO, "PPO": PPO}
-
-
 def build(
     model: Any, output: Path, method: str = "GRPO", reward: Any = planted, keywords: Any = None, **options: Any
 ) -> Any:
@@ -101,7 +86,8 @@ def build(
     args: Any = tiny.arguments(config, output, **{"dynamic_sampling": True, **options})
     given = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer(), **(keywords or {})}
     model = str(model) if isinstance(model, Path) else model
-    trainer = KINDS[method](model, reward, args, **given)
+    kind: Any = type(method, (Watched, getattr(trl_steady, f"{method}Trainer")), {})
+    trainer = kind(model, reward, args, **given)
     trainer.reward_funcs[0] = trainer.watch(trainer.reward_funcs[0])
     return trainer
 
@@ -144,10 +130,3 @@ def sequences(samples: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
 
 def metric(trainer: trl.GRPOTrainer, name: str) -> list[float]:
     return [row[name] for row in trainer.state.log_history if name in row]
-
-
-def log_probs(model: Any, prompt: str, ids: Sequence[int]) -> Tensor:
-    """(T,) of a completion, from the model alone."""
-    before = tiny.tokenizer()(prompt)["input_ids"]
-    logits = model(input_ids=torch.tensor([[*before, *ids]]), use_cache=False).logits[0, len(before) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]

@@ -48,63 +48,39 @@ def trained(models: dict[str, Path], tmp_path: Path, server: Server, watched: Wa
 
 # a rollout of four prompts is 16 answers
 ONE_STEP = {"per_device_train_batch_size": 16, "steps_per_generation": 1}
-ONE_EPOCH: dict[str, Any] = {**ONE_STEP, "build": {"train_dataset": tiny.dataset(24)}}  # of six steps
+
+
+def rows_of(count: int) -> dict[str, Any]:
+    return {"build": {"train_dataset": tiny.dataset(count)}}
+
+
+ONE_EPOCH: dict[str, Any] = {**ONE_STEP, **rows_of(24)}  # of six steps
 WINDOWS: dict[str, dict[str, Any]] = {
-    "a step": {**ONE_STEP, "max_steps": 20},
     "two passes, steps of two micro-batches": {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 80},
-    "steps of four rollouts": {
-        **ONE_STEP,
-        "gradient_accumulation_steps": 4,
-        "max_steps": 5,
-        "build": {"train_dataset": tiny.dataset(32)},
-    },
-    "steps that end inside a rollout": {
-        "per_device_train_batch_size": 8,
-        "steps_per_generation": 2,
-        "gradient_accumulation_steps": 3,
-        "max_steps": 7,
-    },
+    "steps of four rollouts": {**ONE_STEP, "gradient_accumulation_steps": 4, "max_steps": 5, **rows_of(32)},
     "a short last step in each epoch": {
-        "per_device_train_batch_size": 8,
-        "steps_per_generation": 2,
-        "gradient_accumulation_steps": 3,
-        "max_steps": -1,
-        "num_train_epochs": 3,
+        **{"per_device_train_batch_size": 8, "steps_per_generation": 2, "gradient_accumulation_steps": 3},
+        **{"max_steps": -1, "num_train_epochs": 3},
     },
-    "an epoch is two rollouts": {**ONE_STEP, "max_steps": 5, "build": {"train_dataset": tiny.dataset(8)}},
-    "two passes, an epoch is two rollouts": {
-        **ONE_STEP,
-        "num_iterations": 2,
-        "max_steps": 16,
-        "build": {"train_dataset": tiny.dataset(8)},
-    },
-    "a stream": {**ONE_STEP, "max_steps": 8, "build": {"train_dataset": tiny.dataset(12).to_iterable_dataset()}},
-    "workers": {**ONE_STEP, "max_steps": 5, "dataloader_num_workers": 1, "build": {"train_dataset": tiny.dataset(8)}},
+    "an epoch is two rollouts": {**ONE_STEP, "max_steps": 5, **rows_of(8)},
+    "two passes, an epoch is two rollouts": {**ONE_STEP, "num_iterations": 2, "max_steps": 16, **rows_of(8)},
+    "workers": {**ONE_STEP, "max_steps": 5, "dataloader_num_workers": 1, **rows_of(8)},
     "PPO": {**ONE_STEP, "method": "PPO", "num_generations": 4, "max_steps": 4, "lora": True},
 }
 
 
-FAST = ("a step", "steps that end inside a rollout", "a short last step in each epoch", "an epoch is two rollouts")
-
-
-class Epochs(TrainerCallback):
-    """Notes before which requests an epoch begins."""
-
-    def __init__(self, watched: Watched) -> None:
-        self.watched, self.begins = watched, list[int]()
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.begins.append(len(self.watched.asked))
-
-
-@pytest.mark.parametrize("window", cases(WINDOWS, FAST))
+@pytest.mark.parametrize("window", cases(WINDOWS, ("a short last step in each epoch", "an epoch is two rollouts")))
 @pytest.mark.filterwarnings("ignore:value_init", "ignore:.*fork")
 def test_a_rollout_has_its_prompts_and_the_policy_of_the_rollout_before(
     trained: Train, watched: Watched, window: str
 ) -> None:
-    options, epochs = WINDOWS[window], Epochs(watched)
-    build = options.get("build", {})
-    trained(is_ahead=False, **{**options, "build": {**build, "callbacks": [epochs]}})
+    options, begins = WINDOWS[window], list[int]()  # before which requests an epoch begins
+
+    class Epochs(TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            begins.append(len(watched.asked))
+
+    trained(is_ahead=False, **{**options, "build": {**options.get("build", {}), "callbacks": [Epochs()]}})
     usual, drawn = list(watched.asked), torch.rand(())
     watched.seconds = 0.02
     trainer = trained(**options)
@@ -112,7 +88,7 @@ def test_a_rollout_has_its_prompts_and_the_policy_of_the_rollout_before(
     assert len(usual) >= 4 and torch.rand(()) == drawn  # the random state at the end
     versions = [each.version for each in usual]
     # an epoch's first rollout is not ahead
-    expected = [versions[i - (i not in epochs.begins)] for i in range(len(versions))]
+    expected = [versions[i - (i not in begins)] for i in range(len(versions))]
     assert [each.version for each in watched.asked] == expected
     assert all(each.is_steady for each in watched.asked)
     behind = logged(trainer, "async/versions_behind")
@@ -139,17 +115,9 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 SAMPLED = {"keep_sampling_mask": True, "top_k": 50, "top_p": 0.9}
 METHODS: dict[str, dict[str, Any]] = {
-    "DAPO": {"num_iterations": 2, "max_steps": 20},
-    "GSPO-token with masks": {
-        "loss_type": "gspo_token",
-        "off_policy_mask_threshold": 0.5,
-        "geometric_mask_range": (0.01, 100.0),
-        "token_veto_threshold": 1e-6,
-    },
     "LoRA, a KL to the sampler": {"lora": True, "beta": 0.1, "kl_ratio_denominator": "sampler"},
     "R3 and kept sets": {"router_replay": "R3", **SAMPLED},
     "dynamic sampling": {"dynamic_sampling": True, "max_steps": 12, "build": {"reward_funcs": rounds.planted}},
-    "idle groups left out": {"skip_zero_weight": True, **ONE_STEP},
     "PPO": {"method": "PPO", "lora": True},
     "images": {"gradient_checkpointing": False, **ONE_STEP},
 }
@@ -233,12 +201,12 @@ class EndEpochs(TrainerCallback):
         control.should_epoch_stop = state.global_step in (2, 5)
 
 
-class WrapsBatches(trl_steady.GRPOTrainer):
+class Wraps(trl_steady.GRPOTrainer):
+    """Iterates by itself, and makes one error of all."""
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *arguments: Any) -> Any:
         return super().get_batch_samples((batch for batch in epoch_iterator), *arguments)
 
-
-class RaisesAnother(trl_steady.GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> Any:
         try:
             return super()._generate(prompts)
@@ -265,8 +233,7 @@ USERS = {
     "a sampler with a stage": Case(Staged, Curriculum),
     "a transform with a stage": Case(callback=Curriculum, rows=8),
     "epochs that end early": Case(callback=EndEpochs, options={**ONE_STEP, "max_steps": 14}),
-    "another iterator for each step": Case(WrapsBatches),
-    "an error that becomes another": Case(RaisesAnother),
+    "another iterator for each step, another error": Case(Wraps),
     "a rollout that is made again": Case(GeneratesAgain, options={"max_steps": 14}, notes=1),
 }
 
@@ -308,11 +275,10 @@ def test_an_error_of_the_data_set_ends_the_run(trained: Train, error: type[Excep
         trained(**ONE_STEP, shuffle_dataset=False, build={"train_dataset": data})
 
 
-class Picture:
-    """Stands for a large column."""
-
-
 def test_rows_that_no_rollout_reads_are_not_kept(trained: Train) -> None:
+    class Picture:
+        """Stands for a large column."""
+
     most: list[int] = []
     for is_ahead in (False, True):
         alive, counts = weakref.WeakSet[Picture](), list[int]()
@@ -336,12 +302,11 @@ def test_epochs_of_one_rollout_are_warned_of(trained: Train) -> None:
     assert logged(trainer, "async/versions_behind") == [0] * 6
 
 
-class StopEarly(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == 2
-
-
 def test_a_training_that_begins_again_uses_no_older_answers(trained: Train, watched: Watched) -> None:
+    class StopEarly(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
     watched.seconds = 0.3
     trainer = trained(**ONE_STEP, build={"callbacks": [StopEarly()]})
     assert len(watched.asked) == 3 and alive() == []  # the third rollout was asked for, and never made
@@ -457,14 +422,13 @@ def test_a_slow_server_is_waited_for(
     assert all(each.max_retries.raise_on_status for each in adapters)  # the thread had a session for itself
 
 
-class Renaming(trl_steady.GRPOTrainer):
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        return super()._generate_and_score_completions([{**row, "prompt": "a" + row["prompt"]} for row in inputs])
-
-
 def test_rows_of_a_subclass_are_not_asked_ahead(
     trained: Train, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Renaming(trl_steady.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            return super()._generate_and_score_completions([{**row, "prompt": "a" + row["prompt"]} for row in inputs])
+
     monkeypatch.setattr(trl_steady, "GRPOTrainer", Renaming)
     with pytest.warns(UserWarning, match="rows of a rollout are not those that transformers drew"):
         trainer = trained(**ONE_STEP)
@@ -490,15 +454,12 @@ def test_what_asks_the_server_in_turns_is_refused(
         ahead.build(server.url, models["dense"], tmp_path, build=build)
 
 
-UNCORRECTED = {"vllm_importance_sampling_correction": False}
-
-
 @pytest.mark.parametrize(
     ("options", "warns"),
     [
-        (UNCORRECTED, True),
-        ({**UNCORRECTED, "off_policy_mask_threshold": 0.1}, False),
-        ({**UNCORRECTED, "geometric_mask_range": (0.9, 1.1)}, False),
+        ({"vllm_importance_sampling_correction": False}, True),
+        ({"vllm_importance_sampling_correction": False, "off_policy_mask_threshold": 0.1}, False),
+        ({"vllm_importance_sampling_correction": False, "geometric_mask_range": (0.9, 1.1)}, False),
         ({"loss_type": "dppo"}, False),
         ({}, False),
     ],

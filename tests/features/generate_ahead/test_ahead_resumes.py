@@ -17,14 +17,6 @@ from tests.tools.cases import cases
 from tests.tools.engines import MASKED, ROUTED, Server
 from tests.tools.resumable import differences
 
-
-class Epochs(RepeatSampler):
-    """TRL's sampler, in an order that the number of the epoch decides."""
-
-    def set_epoch(self, epoch: int) -> None:
-        self.generator.manual_seed(epoch)
-
-
 # a window is 4 steps, an epoch 16
 SAVED: dict[str, Any] = {
     "num_iterations": 2,
@@ -33,11 +25,11 @@ SAVED: dict[str, Any] = {
     "save_strategy": "steps",
 }
 KINDS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "lora": {"lora": True},
     "dynamic sampling": {"dynamic_sampling": True, "build": {"reward_funcs": rounds.planted}},
-    "R3 and kept sets": {"lora": True, "router_replay": "R3", "keep_sampling_mask": True, "top_k": 50, "top_p": 0.9},
-    "int keys": {"generation_kwargs": {"logit_bias": {50: 1.0}}},
+    "R3 and kept sets": {
+        **{"lora": True, "router_replay": "R3", "keep_sampling_mask": True, "top_k": 50, "top_p": 0.9},
+        "generation_kwargs": {"logit_bias": {50: 1.0}},  # int keys
+    },
     # three rollouts a pass, in another order each time
     "a stream": {"build": {"train_dataset": tiny.dataset(12).to_iterable_dataset()}},
     # two rollouts an epoch
@@ -63,6 +55,13 @@ def test_a_resume_from_each_step_equals_the_whole_run(
     kind: str,
 ) -> None:
     options = {**SAVED, "save_steps": 1, **KINDS[kind]}
+
+    class Epochs(RepeatSampler):
+        """TRL's sampler, in an order that the number of the epoch decides."""
+
+        def set_epoch(self, epoch: int) -> None:
+            self.generator.manual_seed(epoch)
+
     if "order" in kind:
         monkeypatch.setattr(grpo_trainer, "RepeatSampler", Epochs)
     server.config = {"model_config": {MASKED: "top_p" in options, ROUTED: "router_replay" in options}}
@@ -91,26 +90,3 @@ def test_the_engine_of_a_resumed_run_is_compared(
     with pytest.raises(ValueError, match="engine_check=1e-06: engine and policy differ"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.state.global_step == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_run_that_is_killed_at_ten_places_is_as_if_it_had_not_been(
-    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, kind: str
-) -> None:
-    options = {**SAVED, "save_steps": 2, **KINDS[kind], "seed": 3}
-    assert ahead.run(server.url, models["dense"], tmp_path / "whole", **options) == 0
-    kills = [
-        *(("os.rename", f"checkpoint-{step}", 1) for step in (4, 10, 16)),
-        *(("open", name, 1) for name in ("ahead.pt", "rollouts_0.pt")),
-        ("open", "optimizer.pt", 2),
-        # connections: the first question, one ahead, and those after a resume
-        *(("http.client.send", "completions", count) for count in (1, 2, 1, 2)),
-    ]
-    for number, kill in enumerate(kills):
-        watched.seconds = 0.05 * (number % 3)
-        exit_code = ahead.run(server.url, models["dense"], tmp_path / "run", kill=kill, **options)
-        assert exit_code in (-9, 0), kill
-    assert ahead.run(server.url, models["dense"], tmp_path / "run", **options) == 0
-    expected, found = (torch.load(tmp_path / name / "state.pt") for name in ("whole", "run"))
-    assert differences(expected, found) == []

@@ -11,11 +11,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers.trainer_utils import get_last_checkpoint
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from tests.tools import resumable, tiny
+from tests.tools import tiny
 from tests.tools.engines import COMPLETIONS, LOAD, TOKENS, UNCHECKED, UNLOAD, Server
 
 WEIGHTS = "/weights"  # tells of merged weights, which no network carries to a stand-in
@@ -106,23 +105,6 @@ def build(url: str, model: Any, output: Path, *, is_ahead: bool = True, **option
     """A trainer that asks the server."""
     served = {**UNCHECKED, "vllm_mode": "server", "vllm_server_base_url": url, "async_generate": is_ahead}
     return tiny.trainer(model, output, **{**served, **options})
-
-
-def train(url: str, model: Path, output: Path, kill: tuple[str, str, int] | None, options: dict[str, Any]) -> None:
-    """Train to the end, from the last checkpoint if there is one, and leave the state in `output/state.pt`."""
-    torch.set_num_threads(1)
-    checkpoint = get_last_checkpoint(str(output)) if output.exists() else None
-    with connected():
-        trainer = build(url, model, output, **options)
-        if kill:
-            resumable.kill_before(*kill)
-        trainer.train(resume_from_checkpoint=checkpoint)
-    torch.save(state(trainer), output / "state.pt")
-
-
-def run(url: str, model: Path, output: Path, *, kill: tuple[str, str, int] | None = None, **options: Any) -> int:
-    """The exit code of one process, which may kill itself."""
-    return resumable.exit_code(train, url, model, output, kill, options)
 
 
 def state(trainer: Any) -> dict[str, Any]:

@@ -9,16 +9,7 @@ from torch.distributed.utils import _apply_to_tensors
 from transformers import PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 
-from tests.features.padding_free.tools import (
-    BATCHES,
-    HEADS,
-    SIZE,
-    attend_within,
-    attention_layer,
-    llama,
-    packed_attention,
-    packing_of,
-)
+from tests.features.padding_free import tools
 from tests.oracles import kernels
 from tests.oracles.padding import Batch, padded
 from tests.tools.devices import CUDA, pretended_gpu
@@ -33,14 +24,14 @@ def _drawn(packing: Packing, key_heads: int, dtype: torch.dtype = torch.float64)
     draw = torch.Generator().manual_seed(3)
     count = len(packing.rows)
     return tuple(
-        torch.randn(1, heads, count, SIZE, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
-        for heads in (HEADS, key_heads, key_heads)
+        torch.randn(1, heads, count, tools.SIZE, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+        for heads in (tools.HEADS, key_heads, key_heads)
     )
 
 
 def _packed_mask(implementation: str, packing: Packing, window: int | None) -> tuple[PackedAttention, Any]:
     """Attention and the mask that it gives, as in a forward that gets no further than its masks."""
-    packed = packed_attention(implementation)
+    packed = tools.packed_attention(implementation)
     with pytest.raises(RuntimeError, match="does not call its attention function"), packed.within(packing.segments):
         mask = packed._mask(local_size=window)
     return packed, mask
@@ -66,9 +57,9 @@ def _attend(
 @pytest.mark.parametrize("window", [None, 2])
 def test_half_precision_is_masked_too(implementation: str, window: int | None) -> None:
     """A mask of the least number of another type would let tokens through, or be infinite."""
-    batch = BATCHES["one prompt"]
-    packing = packing_of(batch, True)
-    layer = attention_layer(2)
+    batch = tools.BATCHES["one prompt"]
+    packing = tools.packing_of(batch, True)
+    layer = tools.attention_layer(2)
     whole = _drawn(packing, 2)
     expected = _attend(layer, packing, implementation, window, *whole)
     for dtype in (torch.bfloat16, torch.float16):
@@ -79,13 +70,13 @@ def test_half_precision_is_masked_too(implementation: str, window: int | None) -
 
 def test_under_autocast_a_kernel_gets_what_sdpa_would() -> None:
     """Rotary positions make float32 of queries and keys, but not of values."""
-    packing = packing_of(BATCHES["one prompt"], True)
+    packing = tools.packing_of(tools.BATCHES["one prompt"], True)
     query, key, value = _drawn(packing, 2, torch.float32)
     with torch.autocast("cpu", torch.bfloat16), kernels.torch_varlen() as calls:
         assert attention._autocast(query) == torch.bfloat16
-        got = _attend(attention_layer(2), packing, "sdpa", None, query, key, value.bfloat16())
+        got = _attend(tools.attention_layer(2), packing, "sdpa", None, query, key, value.bfloat16())
     assert calls.count == 1 and got.dtype == torch.bfloat16
-    exact = _attend(attention_layer(2), packing, "sdpa", None, query, key, value)
+    exact = _attend(tools.attention_layer(2), packing, "sdpa", None, query, key, value)
     torch.testing.assert_close(got.float(), exact, rtol=5e-2, atol=5e-2)
 
 
@@ -102,7 +93,7 @@ def test_heads_that_the_kernel_takes(
 
 
 def _laid(batch: Batch) -> tuple[Packing, dict[str, torch.Tensor]]:
-    packing = packing_of(batch, False)
+    packing = tools.packing_of(batch, False)
     return packing, {"input_ids": packing.gather(batch.ids), "position_ids": packing.columns[None]}
 
 
@@ -112,17 +103,17 @@ def _implementations(model: PreTrainedModel) -> Sequence[str | None]:
 
 def test_a_kernel_from_the_hub_goes_by_its_own_name() -> None:
     """transformers registers its function for FlashAttention under the name of the repository."""
-    batch = BATCHES["ragged"]
+    batch = tools.BATCHES["ragged"]
     name = "kernels-community/flash-attn2"
     attention.AttentionInterface.register(name, flash_attention_forward)
     attention.AttentionMaskInterface.register(name, attention.ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
-    model = llama()
+    model = tools.llama()
     packing, inputs = _laid(batch)
-    with attend_within(model, packing.segments):
+    with tools.attend_within(model, packing.segments):
         expected = model(**inputs).logits
     kernels.use(model, name)
     assert attention.why_not_packed(name) is None
-    with kernels.flash_attention(name) as calls, attend_within(model, packing.segments):
+    with kernels.flash_attention(name) as calls, tools.attend_within(model, packing.segments):
         logits = model(**inputs).logits
     assert calls.count == len(model.model.layers)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # float32, and sums in another order
@@ -130,7 +121,7 @@ def test_a_kernel_from_the_hub_goes_by_its_own_name() -> None:
 
 
 def test_nothing_is_left_of_a_forward_that_fails() -> None:
-    model, batch = llama(), BATCHES["ragged"]
+    model, batch = tools.llama(), tools.BATCHES["ragged"]
     before = model(batch.ids).logits
     packing, inputs = _laid(batch)
 
@@ -139,7 +130,7 @@ def test_nothing_is_left_of_a_forward_that_fails() -> None:
         raise ZeroDivisionError
 
     hook = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(ZeroDivisionError), attend_within(model, packing.segments):
+    with pytest.raises(ZeroDivisionError), tools.attend_within(model, packing.segments):
         model(**inputs)
     hook.remove()
     assert set(_implementations(model)) == {"sdpa"}
@@ -147,15 +138,15 @@ def test_nothing_is_left_of_a_forward_that_fails() -> None:
 
 
 def test_a_layer_that_gets_another_mask() -> None:
-    model = llama()
-    packing, inputs = _laid(BATCHES["ragged"])
+    model = tools.llama()
+    packing, inputs = _laid(tools.BATCHES["ragged"])
 
     def swap(_: Any, args: Any, keywords: dict[str, Any]) -> Any:
         return args, {**keywords, "attention_mask": None}
 
     model.model.layers[1].self_attn.register_forward_pre_hook(swap, with_kwargs=True)
     with (
-        attend_within(model, packing.segments),
+        tools.attend_within(model, packing.segments),
         pytest.raises(RuntimeError, match="LlamaAttention does not pass on the attention mask"),
     ):
         model(**inputs)
@@ -163,7 +154,7 @@ def test_a_layer_that_gets_another_mask() -> None:
 
 def test_segments_may_be_cut_as_a_mask_is_to_what_there_is() -> None:
     """Some layers cut a mask to the keys they have; from elsewhere than its start that would be another row's."""
-    _, mask = _packed_mask("sdpa", packing_of(BATCHES["ragged"], False), window=3)
+    _, mask = _packed_mask("sdpa", tools.packing_of(tools.BATCHES["ragged"], False), window=3)
     assert mask[:, :, :, :16] is mask
     for elsewhere in ((slice(None), slice(1, None)), (slice(None), slice(-3, None)), (slice(None, None, 2),)):
         with pytest.raises(IndexError):
@@ -172,25 +163,25 @@ def test_segments_may_be_cut_as_a_mask_is_to_what_there_is() -> None:
 
 def test_a_model_that_attends_by_itself_is_found_out() -> None:
     """As one whose attention another package has replaced."""
-    model, batch = llama(), BATCHES["ragged"]
+    model, batch = tools.llama(), tools.BATCHES["ragged"]
     packing, inputs = _laid(batch)
     for layer in model.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     refused = pytest.raises(RuntimeError, match="does not call its attention function through transformers' interface")
-    with refused, attend_within(model, packing.segments):
+    with refused, tools.attend_within(model, packing.segments):
         model(**inputs)
 
 
 def test_fsdp2_hands_segments_on_as_they_are() -> None:
     """It rebuilds dataclasses to cast what is in them, and each layer would make masks of its own."""
-    segments = attention.Segments(packing_of(BATCHES["ragged"], False).segments)
+    segments = attention.Segments(tools.packing_of(tools.BATCHES["ragged"], False).segments)
     assert _apply_to_tensors(lambda tensor: tensor.half(), {"attention_mask": segments})["attention_mask"] is segments
 
 
 @pytest.mark.parametrize("window", [None, 24])
 def test_no_mask_waits_for_the_backward(window: int | None) -> None:
     """It would have the square of a sequence's length; what waits has the length alone."""
-    packing = packing_of(padded([([1, 2, 3, 4], [5] * 60), ([1, 2, 3, 4], [6] * 60)]), True)
+    packing = tools.packing_of(padded([([1, 2, 3, 4], [5] * 60), ([1, 2, 3, 4], [6] * 60)]), True)
     inputs = _drawn(packing, 2)
     sizes: list[int] = []
 
@@ -199,5 +190,5 @@ def test_no_mask_waits_for_the_backward(window: int | None) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        _attend(attention_layer(2), packing, "sdpa", window, *inputs)
+        _attend(tools.attention_layer(2), packing, "sdpa", window, *inputs)
     assert 0 < max(sizes) <= inputs[0].numel() < 60 * 61

@@ -16,15 +16,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.features.padding_free.passes import (
-    OUTPUTS,
-    assert_same,
-    compute,
-    difference,
-    expected_shape,
-    make_batch,
-    without_padding,
-)
+from tests.features.padding_free import passes
 from tests.tools import families, tiny
 from tests.tools.headroom import within
 from trl_steady.features.padding_free.support import find_support
@@ -79,17 +71,19 @@ def _build(name: str, text: str | None = None, **changed: Any) -> PreTrainedMode
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(name: str) -> None:
     sizes, width = SELECTIONS[name]
-    model, batch = _build(name, TEXT.get(name), **sizes), make_batch()
+    model, batch = _build(name, TEXT.get(name), **sizes), passes.make_batch()
     of = find_support(model)
-    old = without_padding(model, of, batch)[0].log_probs
-    of_all = compute(_build(name, TEXT.get(name)), model, batch).log_probs
-    assert not within(difference(old, of_all, of_all.abs().max().item()), 1000 * OUTPUTS), "all tokens are selected"
+    old = passes.without_padding(model, of, batch)[0].log_probs
+    of_all = passes.compute(_build(name, TEXT.get(name)), model, batch).log_probs
+    assert not within(passes.difference(old, of_all, of_all.abs().max().item()), 1000 * passes.OUTPUTS), (
+        "all tokens are selected"
+    )
     parts = [{field: values[rows] for field, values in batch.items()} for rows in (slice(2), slice(2, 4))]
-    computed = [without_padding(model, of, part)[0] for part in parts]
+    computed = [passes.without_padding(model, of, part)[0] for part in parts]
     for of_part, part in zip(computed, parts, strict=True):
-        assert_same(of_part, compute(model, model, part))
+        passes.assert_same(of_part, passes.compute(model, model, part))
     log_probs = torch.cat([of_part.log_probs for of_part in computed])
-    assert within(difference(log_probs, old, old.abs().max().item()), OUTPUTS)
+    assert within(passes.difference(log_probs, old, old.abs().max().item()), passes.OUTPUTS)
     assert of.width_limit == width
 
 
@@ -103,10 +97,10 @@ def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(name: str) ->
     ],
 )
 def test_a_tower_does_not_decide_how_its_text_is_cut(name: str, text: str, kind: str) -> None:
-    model, batch = _build(name, text), make_batch()
-    computed, shape = without_padding(model, find_support(model), batch)
-    assert_same(computed, compute(model, model, batch))
-    assert shape == expected_shape(kind, batch)
+    model, batch = _build(name, text), passes.make_batch()
+    computed, shape = passes.without_padding(model, find_support(model), batch)
+    passes.assert_same(computed, passes.compute(model, model, batch))
+    assert shape == passes.expected_shape(kind, batch)
 
 
 @pytest.mark.parametrize(

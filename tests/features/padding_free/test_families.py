@@ -11,20 +11,7 @@ import transformers
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.features.padding_free.passes import (
-    COMPLETION_WIDTH,
-    GRADIENTS,
-    GRADIENTS_OF,
-    PROMPT_WIDTH,
-    PROMPTS,
-    Batch,
-    Computed,
-    assert_same,
-    compute,
-    expected_shape,
-    make_batch,
-    without_padding,
-)
+from tests.features.padding_free import passes
 from tests.features.padding_free.tools import BATCHES
 from tests.oracles import kernels
 from tests.tools import families
@@ -89,7 +76,7 @@ def _build(name: str, **options: Any) -> PreTrainedModel:
         model = families.build(name, **options)
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         if not IS_TOLD:
-            compute(model, model, make_batch())
+            passes.compute(model, model, passes.make_batch())
     except Exception as error:
         if IS_TOLD:
             raise
@@ -103,7 +90,7 @@ def _told(name: str) -> str:
 
 
 def _kind(of: Support) -> str:
-    if of.width_limit < PROMPT_WIDTH + COMPLETION_WIDTH:
+    if of.width_limit < passes.PROMPT_WIDTH + passes.COMPLETION_WIDTH:
         return "whole"
     if of.why_not_packed is None:
         return "packed"
@@ -120,19 +107,19 @@ def test_the_table_is_of_all_families() -> None:
 @pytest.mark.parametrize("name", cases(families.names(), FAST.intersection(families.names())))
 def test_a_batch_without_its_padding(name: str) -> None:
     """Several sequences and one alone, only cut even if they could be packed, and with shared prompts."""
-    model, batch = _build(name), make_batch()
-    of, expected = find_support(model), compute(model, model, batch)
-    computed, shape = without_padding(model, of, batch)
-    assert_same(computed, expected, GRADIENTS_OF.get(name, GRADIENTS))
-    assert shape == expected_shape(_kind(of), batch)
+    model, batch = _build(name), passes.make_batch()
+    of, expected = find_support(model), passes.compute(model, model, batch)
+    computed, shape = passes.without_padding(model, of, batch)
+    passes.assert_same(computed, expected, passes.GRADIENTS_OF.get(name, passes.GRADIENTS))
+    assert shape == passes.expected_shape(_kind(of), batch)
     if IS_TOLD:
         assert _kind(of) == _told(name)
     alone = {field: values[:1] for field, values in batch.items()}
-    assert_same(without_padding(model, of, alone)[0], compute(model, model, alone))
+    passes.assert_same(passes.without_padding(model, of, alone)[0], passes.compute(model, model, alone))
     if of.why_not_packed is None:
-        computed, shape = without_padding(model, replace(of, why_not_packed="told so"), batch)
-        assert_same(computed, expected)
-        assert shape[0] == len(PROMPTS)
+        computed, shape = passes.without_padding(model, replace(of, why_not_packed="told so"), batch)
+        passes.assert_same(computed, expected)
+        assert shape[0] == len(passes.PROMPTS)
         _assert_packed(model, expected, batch)
         if model.supports_gradient_checkpointing:
             model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -146,10 +133,12 @@ def test_batches_of_any_shape_without_their_padding(name: str, shape: str, share
     given = BATCHES[shape]
     model, batch = _build(name), {"input_ids": given.ids, "attention_mask": given.mask, "labels": given.labels}
     width = given.prompt_columns
-    computed, (rows, _) = without_padding(model, find_support(model), batch, share_prompts=share, prompt_width=width)
+    computed, (rows, _) = passes.without_padding(
+        model, find_support(model), batch, share_prompts=share, prompt_width=width
+    )
     assert rows == 1
     if (given.labels != -100).any():
-        assert_same(computed, compute(model, model, batch))
+        passes.assert_same(computed, passes.compute(model, model, batch))
     else:
         assert not computed.log_probs.numel()
 
@@ -171,7 +160,7 @@ def test_columns_are_cut_only_if_positions_far_away_change_nothing(name: str) ->
     """With the weights of `families`, which differ by channel. Those of a new model would hide a scale of channels."""
     own = families.config(name, n_positions=2 * SHIFT) if name in TABLES else None
     model = _build(name, own=own)
-    ids = make_batch()["input_ids"].clamp(min=2)
+    ids = passes.make_batch()["input_ids"].clamp(min=2)
     positions = torch.arange(ids.size(1)).expand_as(ids)
     with torch.no_grad():
         near, far = (
@@ -197,7 +186,10 @@ KERNELS = {"flash_attention_2": kernels.flash_attention, "varlen": kernels.torch
 )
 def test_packed_by_other_attention(name: str, attention: str) -> None:
     """Against the padded batch: through FlashAttention where that packs, else by the model's default on a CPU."""
-    model, batch = _build(name, **({"attn_implementation": "eager"} if attention == "eager" else {})), make_batch()
+    model, batch = (
+        _build(name, **({"attn_implementation": "eager"} if attention == "eager" else {})),
+        passes.make_batch(),
+    )
     if not IS_TOLD and (why_not := find_support(model).why_not_packed) is not None:
         pytest.skip(why_not)
     is_flash = attention == "flash_attention_2"
@@ -205,13 +197,13 @@ def test_packed_by_other_attention(name: str, attention: str) -> None:
         pytest.skip(f"{name} does not take FlashAttention")
     if attention == "varlen" and own_implementation(model) != "sdpa":
         pytest.skip(f"{name} does not take sdpa")
-    expected = None if is_flash else compute(model, model, batch)
+    expected = None if is_flash else passes.compute(model, model, batch)
     watched = mock.patch.object(PackedAttention, "_attend", autospec=True, side_effect=PackedAttention._attend)
     with contextlib.ExitStack() as kernel:
         calls = kernel.enter_context(KERNELS[attention]()) if attention in KERNELS else None
         if is_flash:  # some families give it other windows than the masks of "sdpa" have
             kernels.use(model, attention)
-        expected = expected or compute(model, model, batch)
+        expected = expected or passes.compute(model, model, batch)
         attended = kernel.enter_context(watched)
         before = 0 if calls is None else calls.count
         _assert_packed(model, expected, batch)
@@ -219,8 +211,10 @@ def test_packed_by_other_attention(name: str, attention: str) -> None:
         assert calls.count - before == attended.call_count > 0
 
 
-def _assert_packed(model: PreTrainedModel, expected: Computed, batch: Batch) -> None:
-    computed, (rows, tokens) = without_padding(model, find_support(model), batch, share_prompts=True)
-    assert_same(computed, expected)
+def _assert_packed(model: PreTrainedModel, expected: passes.Computed, batch: passes.Batch) -> None:
+    computed, (rows, tokens) = passes.without_padding(model, find_support(model), batch, share_prompts=True)
+    passes.assert_same(computed, expected)
     assert rows == 1
-    assert tokens == batch["attention_mask"].sum() - (PROMPTS[0] - 1)  # each completion has the prompt's last token
+    assert tokens == batch["attention_mask"].sum() - (
+        passes.PROMPTS[0] - 1
+    )  # each completion has the prompt's last token

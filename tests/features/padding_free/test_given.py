@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.features.padding_free.tools import (
-    lengths_in,
-)
+from tests.features.padding_free.tools import lengths_in
 from tests.oracles.padding import Batch, padded
 from trl_steady.features.padding_free.model import PaddingFreeModel
 from trl_steady.features.padding_free.packing import Segment

@@ -69,16 +69,15 @@ def test_losses_gradients_and_metrics_are_those_of_padded_passes(
     assert_same_training(*pair(models, tmp_path, loss_type=loss_type, share_prompts=share_prompts))
 
 
-EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 3.9, "cast_lm_head_to_fp32": True},
         {"top_entropy_quantile": 0.37, "delta": 1.01, "mask_truncated_completions": True},
-        {"off_policy_mask_threshold": 0.001, **EAGER},
-        {**EAGER, "gradient_checkpointing": True, "share_prompts": True},
+        {
+            "model_init_kwargs": {"attn_implementation": "eager"},
+            **{"gradient_checkpointing": True, "share_prompts": True},
+        },
         {"lora": True, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"model": "moe", "router_aux_loss_coef": 0.1},
         {"model": "gpt2"},

@@ -9,20 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tests.features.router_replay import mixtures
-from tests.features.router_replay.passes import (
-    ROUNDING,
-    Outcome,
-    apart,
-    are_equal,
-    assert_equal,
-    assert_gone_through,
-    others,
-    recorded,
-    replayed,
-    run,
-    run_forward,
-)
+from tests.features.router_replay import mixtures, passes
 from tests.tools.headroom import within
 from trl_steady.features.router_replay.replay import Routers
 
@@ -47,16 +34,16 @@ TRAINED_ROUTER = {"experts and router": "lora_", "copied router": "modules_to_sa
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_routes_are_replayed_with_and_without_an_adapter(qwen: PreTrainedModel, kind: str) -> None:
-    base, routes = copy.deepcopy(qwen), others(2)
+    base, routes = copy.deepcopy(qwen), passes.others(2)
     model = peft.get_peft_model(qwen, peft.LoraConfig(r=2, lora_dropout=0.0, **ADAPTERS[kind])).eval()
     spread(model)
-    natural = recorded(model)
-    assert_equal(replayed(model, natural), run(model))
+    natural = passes.recorded(model)
+    passes.assert_equal(passes.replayed(model, natural), passes.run(model))
     routers = Routers(model)
     assert len(routers.names) == 2
     with routers.replay(routes):
-        assert_gone_through(model, routes)
-    logits, gradients = replayed(model, routes)
+        passes.assert_gone_through(model, routes)
+    logits, gradients = passes.replayed(model, routes)
     assert all("lora_" in name or "modules_to_save" in name for name in gradients)
     of_router = {name: gradient for name, gradient in gradients.items() if ".gate." in name}
     if kind in TRAINED_ROUTER:
@@ -67,25 +54,25 @@ def test_routes_are_replayed_with_and_without_an_adapter(qwen: PreTrainedModel, 
     # without the adapter, the base
     with model.disable_adapter():
         with torch.no_grad(), routers.record() as recording:
-            run_forward(model)
-        assert torch.equal(recording.routes(), recorded(base))
+            passes.run_forward(model)
+        assert torch.equal(recording.routes(), passes.recorded(base))
         with torch.no_grad(), routers.replay(routes):
-            plain = run_forward(model)
+            plain = passes.run_forward(model)
     with torch.no_grad(), Routers(base).replay(routes):
-        assert torch.equal(plain, run_forward(base))
+        assert torch.equal(plain, passes.run_forward(base))
     # in the weights, the same
     merged = model.merge_and_unload()
-    assert not within(apart(logits, plain), 100 * ROUNDING)
+    assert not within(passes.apart(logits, plain), 100 * passes.ROUNDING)
     with torch.no_grad(), Routers(merged).replay(routes):
-        assert within(apart(run_forward(merged), logits), ROUNDING)
+        assert within(passes.apart(passes.run_forward(merged), logits), passes.ROUNDING)
 
 
 def test_a_router_in_advance_takes_no_random_numbers(checkpointing: dict[str, bool]) -> None:
     """A pass that only looks takes no random numbers from one that runs again."""
-    routes = others(2)
+    routes = passes.others(2)
     kind = {"r": 2, "target_modules": ["wg"], "lora_dropout": 0.5}
 
-    def outcome(seed: int, *, is_known: bool, is_checkpointed: bool) -> Outcome:
+    def outcome(seed: int, *, is_known: bool, is_checkpointed: bool) -> passes.Outcome:
         model = peft.get_peft_model(mixtures.build("hunyuan_v1_moe"), peft.LoraConfig(**kind))
         spread(model)
         model.train()
@@ -95,16 +82,16 @@ def test_a_router_in_advance_takes_no_random_numbers(checkpointing: dict[str, bo
         routers = Routers(model)
         if is_known:
             with torch.no_grad(), routers.record():
-                run_forward(model)
+                passes.run_forward(model)
         torch.manual_seed(seed)
         with routers.replay(routes):
-            return run(model)
+            return passes.run(model)
 
     expected = outcome(0, is_known=True, is_checkpointed=False)
-    assert not are_equal(outcome(1, is_known=True, is_checkpointed=False), expected)
-    assert_equal(outcome(0, is_known=True, is_checkpointed=True), expected)
-    assert_equal(outcome(0, is_known=False, is_checkpointed=False), expected)
-    assert_equal(outcome(0, is_known=False, is_checkpointed=True), expected)
+    assert not passes.are_equal(outcome(1, is_known=True, is_checkpointed=False), expected)
+    passes.assert_equal(outcome(0, is_known=True, is_checkpointed=True), expected)
+    passes.assert_equal(outcome(0, is_known=False, is_checkpointed=False), expected)
+    passes.assert_equal(outcome(0, is_known=False, is_checkpointed=True), expected)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
@@ -116,17 +103,17 @@ def test_half_precision_records_and_replays(qwen: PreTrainedModel, precision: st
         vars(model)["forward"] = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     model.train()
     routers = Routers(model)
-    routes = others(len(routers.names))
-    natural = run(model)
-    assert_equal(replayed(model, recorded(model)), natural)
+    routes = passes.others(len(routers.names))
+    natural = passes.run(model)
+    passes.assert_equal(passes.replayed(model, passes.recorded(model)), natural)
     with routers.record():
-        run_forward(model)
+        passes.run_forward(model)
     with routers.replay(routes):
-        assert_gone_through(model, routes)
-        expected = run(model)
+        passes.assert_gone_through(model, routes)
+        expected = passes.run(model)
     assert not torch.equal(expected[0], natural[0])
     assert all(expected[1][f"{name}.weight"].abs().max() > 0 for name in routers.names)
     # of routers that have not run before
-    assert_equal(replayed(model, routes), expected)
+    passes.assert_equal(passes.replayed(model, routes), expected)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_equal(replayed(model, routes), expected)
+    passes.assert_equal(passes.replayed(model, routes), expected)

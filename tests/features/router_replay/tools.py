@@ -28,7 +28,6 @@ LORA: dict[str, LoraConfig] = {
         lora_dropout=0.0,
     ),
     "router": LoraConfig(**{**tiny.LORA, "target_modules": []}, target_parameters=["mlp.gate.weight"]),
-    "attention and router": LoraConfig(**tiny.LORA, target_parameters=["mlp.gate.weight"]),
     "saved router": LoraConfig(**tiny.LORA, modules_to_save=["mlp.gate"]),
 }
 

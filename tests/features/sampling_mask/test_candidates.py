@@ -10,12 +10,6 @@ from tests.tools.sets import candidate_sets, lists
 from trl_steady.features.sampling_mask import candidates as data
 from trl_steady.features.sampling_mask.candidates import MAX_CANDIDATES, CandidateSets
 
-# Up to 4 positions, each with none, one or three tokens. No token is in two sets, and no set is in order.
-RAGGED = [
-    [[10 * i + 3 - j for j in range(size)] for i, size in enumerate(sizes)]
-    for length in range(5)
-    for sizes in itertools.product((0, 1, 3), repeat=length)
-]
 SETS = [[5, 7], [], [3], [], [9, 0, 4], []]
 
 
@@ -27,7 +21,13 @@ def same(found: CandidateSets, sets: list[list[int]]) -> bool:
 
 
 def test_sets_are_built_read_joined_and_taken_like_lists() -> None:
-    for sets in RAGGED:
+    """Up to 4 positions, each with none, one or three tokens. No token is in two sets, and no set is in order."""
+    ragged = [
+        [[10 * i + 3 - j for j in range(size)] for i, size in enumerate(sizes)]
+        for length in range(5)
+        for sizes in itertools.product((0, 1, 3), repeat=length)
+    ]
+    for sets in ragged:
         found, sizes = candidate_sets(sets), [len(each) for each in sets]
         assert same(found, sets) and len(found) == len(sets) and found.counts.tolist() == sizes
         assert found.positions.tolist() == [row for row, size in enumerate(sizes) for _ in range(size)]

@@ -1,5 +1,6 @@
 """Kept tokens of a vLLM, colocated or a server, as tests/tools/engines.py plays it: sets that no sampling has left."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from trl.generation import vllm_generation
 
 from tests.features.router_replay.tools import oracles
 from tests.features.sampling_mask import tools as sampled
@@ -23,6 +25,7 @@ from trl_steady.core.metrics import Clock
 from trl_steady.features.router_replay.feature import ROUTES
 from trl_steady.features.router_replay.routes import from_engine
 from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_candidates
+from trl_steady.trl_bridge import vllm as host_engine
 from trl_steady.trl_bridge.vllm import SteadyGeneration
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
@@ -120,9 +123,17 @@ def test_a_token_without_a_choice_of_tokens_is_scored_among_all(
 
 
 def test_sets_of_an_agents_turns_are_put_together(tmp_path: Path, engine: Engine, built: Build) -> None:
-    """A turn's are of that turn; a tool's result has none."""
-    folder, options = engines.as_agent(engine, tmp_path / "model")
-    trainer = tiny.train(built(folder, max_steps=4, **options, **SETS))
+    """A turn's are of that turn; a tool's result has none. Every second completion is a call."""
+    reader = agent.tokenizer()
+    result = reader.convert_tokens_to_ids("<tool_response>")
+    call = '<tool_call>\n{"name": "double", "arguments": {"x": 2}}\n</tool_call><|im_end|>'
+    engine.spoken = lambda prompt, number: (
+        reader("4.<|im_end|>" if result in prompt else ["No.<|im_end|>", call][number % 2]).input_ids
+    )
+    ends = {"eos_token_id": reader.eos_token_id, "pad_token_id": reader.pad_token_id, "vocab_size": len(reader)}
+    folder = engines.save_model(tmp_path / "model", **ends)
+    agents = {"tools": agent.tools([]), "train_dataset": agent.dataset(agent.one_by_one), "processing_class": reader}
+    trainer = tiny.train(built(folder, max_steps=4, max_completion_length=160, build=agents, **SETS))
     turns: list[int] = []
 
     def expected(row: Row, syncs: int) -> Sets:
@@ -141,30 +152,46 @@ def test_sets_of_an_agents_turns_are_put_together(tmp_path: Path, engine: Engine
 def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
     mixture: Path, engine: Engine, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All prompts have the same answer, so that it alone does not tell whose sets are whose."""
+    """All prompts have the same answer, so that it alone does not tell whose sets are whose.
+
+    The processes run one after the other, the main one first, and the second gets what the first has sent.
+    """
     engine.spoken = lambda _, number: [50 + number, 60, 70]
     server.config = {"model_config": {MASKED: True, ROUTED: True}}
     model, generations = routed_oracle.initial(mixture), 3
     prompts = [[prompt] * generations for prompt in ([1, 2, 3], [4, 5], [6, 7, 8, 9], [9])]
+    everything, sent = [*itertools.chain(*prompts)], list[Any]()
+
+    def gathered(given: list[Any]) -> list[Any]:
+        return everything if given[0] is not None else [None] * len(everything)
+
+    def from_main(objects: list[Any], from_process: int) -> None:
+        assert from_process == 0
+        if process.is_main_process:
+            sent.append(list(objects))
+        else:
+            objects[:] = sent.pop(0)
+
+    monkeypatch.setattr(vllm_generation, "gather_object", gathered)
+    for module in (vllm_generation, host_engine):
+        monkeypatch.setattr(module, "broadcast_object_list", from_main)
     options = {"mode": "server", "server_base_url": server.url, "max_completion_length": 8, "top_k": 20}
     seen = 0
-    for process, prompts_of_process in engines.processes(
-        monkeypatch, [prompts[0] + prompts[1], prompts[2] + prompts[3]]
-    ):
+    for index, own in enumerate((prompts[0] + prompts[1], prompts[2] + prompts[3])):
+        process: Any = SimpleNamespace(
+            process_index=index, local_process_index=index, is_main_process=index == 0, num_processes=2
+        )
+        process.device, process.state = torch.device("cpu"), SimpleNamespace(deepspeed_plugin=None)
+        process.wait_for_everyone = lambda: None
         generation = SteadyGeneration(model, process, None, extras=[SAMPLING_MASK, ROUTES], clock=Clock(), **options)
-        _, completions, _, _ = generation.generate(prompts_of_process, None, generations)
+        _, completions, _, _ = generation.generate(own, None, generations)
         sets = lists(take_candidates(generation, completions))
-        assert sets == [each for pair in zip(prompts_of_process, completions, strict=True) for each in kept(*pair, 0)]
+        assert sets == [each for pair in zip(own, completions, strict=True) for each in kept(*pair, 0)]
         found = [from_engine(each, SPARSE) for each in generation.take(ROUTES)]
-        for prompt, ids, routes in zip(
-            prompts_of_process,
-            completions,
-            found,
-            strict=True,
-        ):
+        for prompt, ids, routes in zip(own, completions, found, strict=True):
             assert torch.equal(routes, routes_of([*prompt, *ids], 0)[:-1])
         seen += len(completions)
-    assert len(server.requests[TOKENS]) == 4 and seen == 4 * generations
+    assert sent == [] and len(server.requests[TOKENS]) == 4 and seen == 4 * generations
 
 
 WRONG: dict[str, tuple[Callable[[Sets], Sets | None], str]] = {
@@ -187,13 +214,11 @@ def test_wrong_sets_are_refused(models: dict[str, Path], engine: Engine, built: 
         built(models["dense"], **SETS).train()
 
 
-ASKED: list[tuple[dict[str, Any], set[str]]] = [
-    ({"router_replay": "R3", **SETS}, {MASKED, ROUTED}),
-    ({"router_replay": "R2", **SAMPLING}, set()),
-]
-
-
-@pytest.mark.parametrize(("options", "flags"), ASKED, ids=["both", "other routes"])
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [({"router_replay": "R3", **SETS}, {MASKED, ROUTED}), ({"router_replay": "R2", **SAMPLING}, set[str]())],
+    ids=["both", "other routes"],
+)
 def test_the_engine_is_started_with_what_is_asked_for(
     in_process: Build, options: dict[str, Any], flags: set[str]
 ) -> None:

@@ -53,26 +53,24 @@ def test_trainers_that_cannot_score_among_sets_are_refused(
         tiny.trainer(models["dense"], tmp_path, keep_sampling_mask=True, top_p=0.9, **options)
 
 
-EXCLUDES: dict[str, tuple[Any, Any]] = {
-    "min_p": (0.1, 0.0),
-    "typical_p": (0.5, 1.0),
-    "structured_outputs": ({"regex": "a+"}, None),
-    "min_new_tokens": (3, None),
-}
-REWEIGHTS: dict[str, tuple[Any, Any]] = {
-    "repetition_penalty": (0.9, 1.0),
-    "logit_bias": ({"5": 1.0}, {}),
-    "exponential_decay_length_penalty": ((2, 1.5), None),
-    "temperature": (0.7, 1.0),  # log-probs are at TRL's own
-}
-
-
 @pytest.mark.filterwarnings("ignore:.* GenerationConfig has no")  # options of vLLM's
 def test_the_config_knows_which_settings_exclude_tokens_and_warns_of_those_that_reweight_them(tmp_path: Path) -> None:
-    for option, values in EXCLUDES.items():
+    excludes: dict[str, tuple[Any, Any]] = {
+        "min_p": (0.1, 0.0),
+        "typical_p": (0.5, 1.0),
+        "structured_outputs": ({"regex": "a+"}, None),
+        "min_new_tokens": (3, None),
+    }
+    reweights: dict[str, tuple[Any, Any]] = {
+        "repetition_penalty": (0.9, 1.0),
+        "logit_bias": ({"5": 1.0}, {}),
+        "exponential_decay_length_penalty": ((2, 1.5), None),
+        "temperature": (0.7, 1.0),  # log-probs are at TRL's own
+    }
+    for option, values in excludes.items():
         active, idle = (config(tmp_path, top_p=1.0, generation_kwargs={option: value}) for value in values)
         assert [name.split("=")[0] for name in active.truncations] == [option] and not idle.truncations
-    for option, (value, idle_value) in REWEIGHTS.items():
+    for option, (value, idle_value) in reweights.items():
         with pytest.warns(UserWarning, match=rf"^{option}=.* also changes .* even with keep_sampling_mask=True\.$"):
             config(tmp_path, generation_kwargs={option: value})
         assert not config(tmp_path, generation_kwargs={option: idle_value}).weightings
@@ -83,31 +81,30 @@ def test_the_config_warns_if_no_token_is_excluded(tmp_path: Path) -> None:
         config(tmp_path, top_p=1.0, top_k=0, min_p=0.0)
 
 
-class Changing(Sampled):
-    def _generate_single_turn(self, *arguments: Any, **keywords: Any) -> Any:
-        completion_ids, logprobs = super()._generate_single_turn(*arguments, **keywords)
-        completion_ids[2][0] += 1
-        return completion_ids, logprobs
-
-
-class Cutting(Sampled):
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
-        cut = {name: inputs[name][:, :-1] for name in ("completion_ids", "completion_mask", "old_per_token_logps")}
-        return super().compute_loss(model, {**inputs, **cut}, *others, **options)
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Changing, "keep_sampling_mask=True: sequence 2 of the rollout has other tokens than were recorded"),
-        (Cutting, "4 completions of 7 tokens has kept tokens of 32 positions. Cut its kept_tokens"),
+        ("changing", "keep_sampling_mask=True: sequence 2 of the rollout has other tokens than were recorded"),
+        ("cutting", "4 completions of 7 tokens has kept tokens of 32 positions. Cut its kept_tokens"),
     ],
 )
 def test_a_subclass_whose_tokens_are_not_those_of_the_sets_is_refused(
-    models: dict[str, Path], tmp_path: Path, kind: type[Sampled], message: str
+    models: dict[str, Path], tmp_path: Path, kind: str, message: str
 ) -> None:
+    class Changing(Sampled):
+        def _generate_single_turn(self, *arguments: Any, **keywords: Any) -> Any:
+            completion_ids, logprobs = super()._generate_single_turn(*arguments, **keywords)
+            completion_ids[2][0] += 1
+            return completion_ids, logprobs
+
+    class Cutting(Sampled):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Any:
+            cut = {name: inputs[name][:, :-1] for name in ("completion_ids", "completion_mask", "old_per_token_logps")}
+            return super().compute_loss(model, {**inputs, **cut}, *others, **options)
+
+    kinds = {"changing": Changing, "cutting": Cutting}
     with pytest.raises(ValueError, match=message):
-        build(models["dense"], tmp_path, kind, top_p=0.6, beta=0.0).train()
+        build(models["dense"], tmp_path, kinds[kind], top_p=0.6, beta=0.0).train()
 
 
 @pytest.mark.parametrize("is_on", [False, True])
