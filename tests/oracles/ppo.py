@@ -40,10 +40,6 @@ def gae(
     the last action token if the completion was truncated, and 0 if the episode ended. A_n = 0. ``lam`` is one number,
     or one per completion.
 
-    Example, by hand: gamma = 1/2, rewards 1, 5/2, 3 and values 1/2, 3/2, -1 at the action tokens, V_n = 4.
-
-        delta = (1 + 3/4 - 1/2, 5/2 - 1/2 - 3/2, 3 + 2 + 1) = (5/4, 1/2, 6)
-        lambda = 1/2:  A_2 = 6,  A_1 = 1/2 + 6/4 = 2,  A_0 = 5/4 + 2/4 = 7/4
     """
     advantages = _zeros(mask)
     for i in range(len(mask)):
@@ -75,10 +71,6 @@ def token_rewards(
     last action token with an index below this end. A reward of NaN means that there is no such step. A step before
     whose end there is no action token changes nothing. Without ``ref_logps`` there is no penalty.
 
-    Example, by hand: kl_coef = 1/2, log-ratios 1 and -2 at the action tokens 0 and 2. The step that ends at 2 pays 4
-    and the step that ends at 9 pays 8.
-
-        token 0: -1/2 + 4 = 3.5,  token 2: +1 + 8 = 9
     """
     rewards = _zeros(mask)
     for i in range(len(mask)):
@@ -102,8 +94,6 @@ def adaptive_kl(coef: float, kl: float, target: float, horizon: float, answers: 
     The paper's K is 0.1 for one batch. Its code divides the number of answers of the batch by a horizon:
     K = answers / horizon.
 
-    Example, by hand: target 4. KL = 4.4 is e = 0.1, and KL = 8 is e = 1, clipped to 0.2. With K = 64 / 128 the factors
-    are 1.05 and 1.1.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return coef * (1.0 + error * answers / horizon)
@@ -116,7 +106,6 @@ def whiten(values: Table, mask: Table, shift_mean: bool = True) -> list[list[flo
     denominator, and 1 for a single token. Without ``shift_mean``, the mean is added back, so that only the scale
     changes.
 
-    Example, by hand: 1 and 3 have the mean 2 and the variance 2. The results are -0.707107 and 0.707107.
     """
     numbers = [float(values[i][t]) for i in range(len(mask)) for t in _actions(mask[i])]
     whitened = _zeros(mask)
@@ -141,8 +130,6 @@ def value_loss(
 
     Without ``cliprange``, L_t = 1/2 (V - R)^2.
 
-    Example, by hand: V = 3, V_old = 1, c = 1/2, so that the clipped value is 3/2. With R = 4 the terms are 1 and 25/4,
-    and the loss is 25/8. With R = 0 they are 9 and 9/4, and the loss is 9/2.
     """
     losses = _zeros(mask)
     for i in range(len(mask)):
@@ -177,9 +164,6 @@ def ppo_targets(
     Returns are `gae` with ``value_lam``, plus the values (arXiv 2504.05118, section 4.1: decoupled GAE). They are not
     whitened.
 
-    Example, by hand: gamma = 1, one step of reward 1 at the end, V = 0 and 1/2 at the two action tokens, no penalty.
-
-        delta = (1/2, 1/2).  lambda = 0: A = (1/2, 1/2).  value_lam = 1: A = (1, 1/2), R = A + V = (1, 1)
     """
     rewards = token_rewards(ends, step_rewards, old_logps, ref_logps, mask, kl_coef)
     if whiten_rewards:

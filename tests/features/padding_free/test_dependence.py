@@ -121,21 +121,18 @@ def test_rotary_frequencies_of_the_width_limit_it(name: str, changed: dict[str, 
     assert find_support(_build(name, **changed)).width_limit == width
 
 
-def _from_a_string() -> Any:
-    scope = {**vars(modeling_qwen2)}
-    exec(textwrap.dedent(inspect.getsource(Qwen2Attention.forward)), scope)
-    return scope["forward"]
+@pytest.mark.parametrize("kind", ["from a string", "no function"])
+def test_columns_stay_for_a_forward_without_a_source(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, scope = Qwen2Attention.forward, {**vars(modeling_qwen2)}
 
+    class NoFunction:
+        __module__ = Qwen2Attention.__module__
 
-class _NoFunction:
-    __module__ = Qwen2Attention.__module__
+        def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+            return forward(*arguments, **keywords)
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return Qwen2Attention.forward(*arguments, **keywords)
-
-
-@pytest.mark.parametrize("replaced", [_from_a_string(), _NoFunction()], ids=["from a string", "no function"])
-def test_columns_stay_for_a_forward_without_a_source(replaced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exec(textwrap.dedent(inspect.getsource(forward)), scope)
+    replaced = scope["forward"] if kind == "from a string" else NoFunction()
     model = transformers.AutoModelForCausalLM.from_config(tiny.CONFIGS["dense"])
     assert find_support(model).is_shift_invariant
     monkeypatch.setattr(Qwen2Attention, "forward", replaced)
