@@ -24,19 +24,25 @@ from trl_steady.features.reward_model.feature import RewardModel
 
 NAN = float("nan")
 
-KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "loss": (poison_loss, {}),
-    "gradient": (poison_gradients, {}),
-    "lora": (poison_gradients, {"lora": True}),
-    "bf16": (poison_loss, {"bf16": True}),
-    "no clip": (poison_gradients, {"max_grad_norm": 0.0}),
-    "RLOO": (poison_loss, {"method": "RLOO"}),
-}
 
-
-@pytest.mark.parametrize("kind", cases(KINDS, fast=("loss", "gradient", "lora", "bf16", "no clip")))
-def test_a_run_of_trl_without_these_steps_is_the_same(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    (poison, own), steps = KINDS[kind], (1, 3, 4)
+@pytest.mark.parametrize(
+    ("poison", "own"),
+    cases(
+        [
+            (poison_loss, {}),
+            (poison_gradients, {}),
+            (poison_gradients, {"lora": True}),
+            (poison_loss, {"bf16": True}),
+            (poison_gradients, {"max_grad_norm": 0.0}),
+            (poison_loss, {"method": "RLOO"}),
+        ],
+        fast=5,
+    ),
+)
+def test_a_run_of_trl_without_these_steps_is_the_same(
+    models: dict[str, Path], tmp_path: Path, poison: Callable[..., Any], own: dict[str, Any]
+) -> None:
+    steps = (1, 3, 4)
     options = {**OPTIONS, **own}
     ours = tiny.train(poison(tiny.trainer(models["dense"], tmp_path, padded=True, **options), steps))
     theirs = tiny.train(without(tiny.trainer(models["dense"], tmp_path, ours=False, **options), steps))
@@ -205,12 +211,6 @@ def test_a_loss_scaler_decides_itself(
 
 
 PPO = {"method": "PPO", "num_generations": 1, **OPTIONS}
-CRITICS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "lora": {"lora": True},
-    "no clip": {"max_grad_norm": 0.0},
-    "warm-up": {"value_warmup_steps": 2, "lora": True},
-}
 
 
 def skip_calls(optimizer: torch.optim.Optimizer, is_skipped: Callable[[int], bool]) -> None:
@@ -226,13 +226,24 @@ def skip_calls(optimizer: torch.optim.Optimizer, is_skipped: Callable[[int], boo
     optimizer.step = step
 
 
-@pytest.mark.parametrize("kind", cases(CRITICS, fast=("full", "lora")))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    cases(
+        {
+            "full": {},
+            "lora": {"lora": True},
+            "no clip": {"max_grad_norm": 0.0},
+            "warm-up": {"value_warmup_steps": 2, "lora": True},
+        }.items(),
+        2,
+    ),
+)
 def test_steps_of_the_critic_are_left_out_and_those_of_the_policy_taken(
-    models: dict[str, Path], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    models: dict[str, Path], tmp_path: Path, kind: str, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends, steps = [], (1, 3)
     for is_poisoned in (True, False):
-        trainer = tiny.trainer(models["dense"], tmp_path, **PPO, **CRITICS[kind])
+        trainer = tiny.trainer(models["dense"], tmp_path, **PPO, **options)
         critic = trainer.feature(Critic)
         if is_poisoned:
             poison_gradients(trainer, steps, of=critic_parameters(trainer).values())

@@ -117,22 +117,28 @@ def test_gradients_and_metrics_are_those_with_the_pass(
         assert low in (0, 0.85) and low < mean < high <= 1.2
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "masks": {"geometric_mask_range": (0.95, 1.05), "token_veto_threshold": 0.75, "off_policy_mask_threshold": 0.05},
-    "KL": {"beta": 0.1, "kl_ratio_denominator": "sampler", "kl_estimator": "k2", "loss_type": "gspo"},
-    "penalty": {"sampler_penalty": 0.1},
-    "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "loss_type": "gmpo"},
-    "two rollouts for each update": {"gradient_accumulation_steps": 4},
-    "used twice in an update": {"gradient_accumulation_steps": 4, "num_iterations": 2},
-    "PPO": {"method": "PPO", "kl_coef": 0.0},
-    "RLOO": {"method": "RLOO"},
-}
-
-
 @pytest.mark.filterwarnings("ignore:trim_padding=True only cuts")
-@pytest.mark.parametrize("name", OTHERS)
-def test_so_they_are_with_other_settings(exact: Callable[[], Any], built: Built, name: str) -> None:
-    options = {"vllm_importance_sampling_mode": "token_truncate", **OTHERS[name]}
+@pytest.mark.parametrize(
+    ("name", "others"),
+    {
+        "masks": {
+            "geometric_mask_range": (0.95, 1.05),
+            "token_veto_threshold": 0.75,
+            "off_policy_mask_threshold": 0.05,
+        },
+        "KL": {"beta": 0.1, "kl_ratio_denominator": "sampler", "kl_estimator": "k2", "loss_type": "gspo"},
+        "penalty": {"sampler_penalty": 0.1},
+        "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "loss_type": "gmpo"},
+        "two rollouts for each update": {"gradient_accumulation_steps": 4},
+        "used twice in an update": {"gradient_accumulation_steps": 4, "num_iterations": 2},
+        "PPO": {"method": "PPO", "kl_coef": 0.0},
+        "RLOO": {"method": "RLOO"},
+    }.items(),
+)
+def test_so_they_are_with_other_settings(
+    exact: Callable[[], Any], built: Built, name: str, others: dict[str, Any]
+) -> None:
+    options = {"vllm_importance_sampling_mode": "token_truncate", **others}
     for row in check(exact, built, **options):
         shares = [value for key, value in row.items() if key.startswith("dropped/")]
         assert len(shares) == (3 if name == "masks" else 0)
@@ -272,17 +278,17 @@ def test_rloo_refuses_it_with_the_kl_in_its_reward(built: Built) -> None:
         built(method="RLOO", beta=0.1, skip_old_pass=True)
 
 
-RANDOM: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "dropout of an adapter": ({"lora_dropout": 0.1}, {}, r"q_proj\.lora_dropout\.default\.p=0\.1"),
-    "dropout of attention": ({}, {"attention_dropout": 0.2}, r"attention_dropout=0\.2"),
-}
-
-
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize(
+    ("adapter", "config", "said"),
+    [
+        ({"lora_dropout": 0.1}, {}, r"q_proj\.lora_dropout\.default\.p=0\.1"),
+        ({}, {"attention_dropout": 0.2}, r"attention_dropout=0\.2"),
+    ],
+    ids=["dropout of an adapter", "dropout of attention"],
+)
 def test_dropout_keeps_the_pass_and_the_start_says_so(
-    built: Built, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str
+    built: Built, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, adapter: Any, config: Any, said: str
 ) -> None:
-    adapter, config, said = RANDOM[name]
     monkeypatch.setattr(tiny, "LORA", {**tiny.LORA, **adapter})
     load = transformers.AutoModelForCausalLM.from_pretrained
     trainer = built(load(models["dense"], **config), lora=True)

@@ -13,15 +13,6 @@ from tests.trainers.tools import by_steps
 from trl_steady import GRPOConfig
 
 ON: dict[str, Any] = {"advantage_baseline": "token", "scale_rewards": "none", "max_steps": 1}
-SAMPLERS: dict[str, dict[str, Any]] = {
-    "a pass of the old policy": {},
-    "no such pass": {"steps_per_generation": 1, "per_device_train_batch_size": 16},
-    "padding": {"trim_padding": False},
-    "batches": {"token_budget": 40, "temperature": 0.7},
-    "LoRA": {"lora": True},
-    "kept tokens": {"keep_sampling_mask": True, "top_p": 0.8},
-    "MaxRL": {"scale_rewards": "mean"},
-}
 
 
 def expected(model: Any, samples: dict[str, Any], rewards: list[float], temperature: float) -> torch.Tensor:
@@ -44,9 +35,22 @@ def expected(model: Any, samples: dict[str, Any], rewards: list[float], temperat
     return found
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_advantages_are_those_of_the_formula(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    trainer = tiny.trainer(models["dense"], tmp_path, **{**ON, **SAMPLERS[name]})
+@pytest.mark.parametrize(
+    ("name", "options"),
+    {
+        "a pass of the old policy": {},
+        "no such pass": {"steps_per_generation": 1, "per_device_train_batch_size": 16},
+        "padding": {"trim_padding": False},
+        "batches": {"token_budget": 40, "temperature": 0.7},
+        "LoRA": {"lora": True},
+        "kept tokens": {"keep_sampling_mask": True, "top_p": 0.8},
+        "MaxRL": {"scale_rewards": "mean"},
+    }.items(),
+)
+def test_advantages_are_those_of_the_formula(
+    models: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    trainer = tiny.trainer(models["dense"], tmp_path, **{**ON, **options})
     trainer.model.train()
     samples = trainer._generate_and_score_completions([{"prompt": f"{'ab' * (i // 4)}{i // 4}+1="} for i in range(16)])
     lengths = samples["completion_mask"].sum(1)

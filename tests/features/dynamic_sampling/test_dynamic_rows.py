@@ -46,25 +46,35 @@ def worth(worth: list[float], **_: Any) -> list[float]:
 
 
 TWO = {"reward_funcs": [tiny.reward, second]}
-SAME: dict[str, dict[str, Any]] = {
-    "RLOO": {"method": "RLOO", "beta": 0.1, "normalize_advantages": True, "build": TWO, "reward_weights": [1.0, 0.5]},
-    "PPO": {"method": "PPO", "num_generations": 4, "kl_target": 0.5, "bootstrap_truncated": True},
-    "per function": {"multi_objective_aggregation": "normalize_then_sum", "build": TWO, "log_completions": True},
-    "later": {"build": {"reward_funcs": [tiny.reward, later]}, "mask_truncated_completions": True},
-    "steps": {"loss_type": "gspo_token", "build": {"reward_funcs": steps}},
-    "R3": {"model": "moe", "router_replay": "R3", "num_iterations": 2, "keep_sampling_mask": True, "top_k": 5},
-    "agent": {"build": {"rollout_func": agent_rollout, "reward_funcs": worth}, "geometric_mask_range": (0.1, 9.0)},
-}
 
 
 def run(models: dict[str, Path], output: Path, *, model: str = "dense", **options: Any) -> Any:
     return tiny.train(tiny.trainer(models[model], output, **options))
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_a_filter_that_keeps_everything_changes_nothing(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    off = run(models, tmp_path, **SAME[name])
-    on = run(models, tmp_path, **SAME[name], dynamic_sampling=True, dynamic_sampling_filter=everything)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    {
+        "RLOO": {
+            "method": "RLOO",
+            "beta": 0.1,
+            "normalize_advantages": True,
+            "build": TWO,
+            "reward_weights": [1.0, 0.5],
+        },
+        "PPO": {"method": "PPO", "num_generations": 4, "kl_target": 0.5, "bootstrap_truncated": True},
+        "per function": {"multi_objective_aggregation": "normalize_then_sum", "build": TWO, "log_completions": True},
+        "later": {"build": {"reward_funcs": [tiny.reward, later]}, "mask_truncated_completions": True},
+        "steps": {"loss_type": "gspo_token", "build": {"reward_funcs": steps}},
+        "R3": {"model": "moe", "router_replay": "R3", "num_iterations": 2, "keep_sampling_mask": True, "top_k": 5},
+        "agent": {"build": {"rollout_func": agent_rollout, "reward_funcs": worth}, "geometric_mask_range": (0.1, 9.0)},
+    }.items(),
+)
+def test_a_filter_that_keeps_everything_changes_nothing(
+    models: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    off = run(models, tmp_path, **options)
+    on = run(models, tmp_path, **options, dynamic_sampling=True, dynamic_sampling_filter=everything)
     assert resumable.differences(tiny.parameters(off), tiny.parameters(on)) == []
     without = [{key: v for key, v in row.items() if not key.startswith(PREFIX)} for row in tiny.history(on)]
     assert resumable.differences(tiny.history(off), without) == []

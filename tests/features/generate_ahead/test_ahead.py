@@ -55,26 +55,35 @@ def rows_of(count: int) -> dict[str, Any]:
 
 
 ONE_EPOCH: dict[str, Any] = {**ONE_STEP, **rows_of(24)}  # of six steps
-WINDOWS: dict[str, dict[str, Any]] = {
-    "two passes, steps of two micro-batches": {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 80},
-    "steps of four rollouts": {**ONE_STEP, "gradient_accumulation_steps": 4, "max_steps": 5, **rows_of(32)},
-    "a short last step in each epoch": {
-        **{"per_device_train_batch_size": 8, "steps_per_generation": 2, "gradient_accumulation_steps": 3},
-        **{"max_steps": -1, "num_train_epochs": 3},
-    },
-    "an epoch is two rollouts": {**ONE_STEP, "max_steps": 5, **rows_of(8)},
-    "two passes, an epoch is two rollouts": {**ONE_STEP, "num_iterations": 2, "max_steps": 16, **rows_of(8)},
-    "workers": {**ONE_STEP, "max_steps": 5, "dataloader_num_workers": 1, **rows_of(8)},
-    "PPO": {**ONE_STEP, "method": "PPO", "num_generations": 4, "max_steps": 4, "lora": True},
-}
 
 
-@pytest.mark.parametrize("window", cases(WINDOWS, ("a short last step in each epoch", "an epoch is two rollouts")))
+@pytest.mark.parametrize(
+    ("window", "options"),
+    cases(
+        {
+            "a short last step in each epoch": {
+                **{"per_device_train_batch_size": 8, "steps_per_generation": 2, "gradient_accumulation_steps": 3},
+                **{"max_steps": -1, "num_train_epochs": 3},
+            },
+            "an epoch is two rollouts": {**ONE_STEP, "max_steps": 5, **rows_of(8)},
+            "two passes, steps of two micro-batches": {
+                "num_iterations": 2,
+                "gradient_accumulation_steps": 2,
+                "max_steps": 80,
+            },
+            "steps of four rollouts": {**ONE_STEP, "gradient_accumulation_steps": 4, "max_steps": 5, **rows_of(32)},
+            "two passes, an epoch is two rollouts": {**ONE_STEP, "num_iterations": 2, "max_steps": 16, **rows_of(8)},
+            "workers": {**ONE_STEP, "max_steps": 5, "dataloader_num_workers": 1, **rows_of(8)},
+            "PPO": {**ONE_STEP, "method": "PPO", "num_generations": 4, "max_steps": 4, "lora": True},
+        }.items(),
+        fast=2,
+    ),
+)
 @pytest.mark.filterwarnings("ignore:value_init", "ignore:.*fork")
 def test_a_rollout_has_its_prompts_and_the_policy_of_the_rollout_before(
-    trained: Train, watched: Watched, window: str
+    trained: Train, watched: Watched, window: str, options: dict[str, Any]
 ) -> None:
-    options, begins = WINDOWS[window], list[int]()  # before which requests an epoch begins
+    begins = list[int]()  # before which requests an epoch begins
 
     class Epochs(TrainerCallback):
         def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -114,22 +123,32 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 
 SAMPLED = {"keep_sampling_mask": True, "top_k": 50, "top_p": 0.9}
-METHODS: dict[str, dict[str, Any]] = {
-    "LoRA, a KL to the sampler": {"lora": True, "beta": 0.1, "kl_ratio_denominator": "sampler"},
-    "R3 and kept sets": {"router_replay": "R3", **SAMPLED},
-    "dynamic sampling": {"dynamic_sampling": True, "max_steps": 12, "build": {"reward_funcs": rounds.planted}},
-    "PPO": {"method": "PPO", "lora": True},
-    "images": {"gradient_checkpointing": False, **ONE_STEP},
-}
 
 
-@pytest.mark.parametrize("method", cases(METHODS, ("R3 and kept sets", "dynamic sampling", "PPO", "images")))
+@pytest.mark.parametrize(
+    ("method", "options"),
+    cases(
+        {
+            "R3 and kept sets": {"router_replay": "R3", **SAMPLED},
+            "dynamic sampling": {"dynamic_sampling": True, "max_steps": 12, "build": {"reward_funcs": rounds.planted}},
+            "PPO": {"method": "PPO", "lora": True},
+            "images": {"gradient_checkpointing": False, **ONE_STEP},
+            "LoRA, a KL to the sampler": {"lora": True, "beta": 0.1, "kl_ratio_denominator": "sampler"},
+        }.items(),
+        fast=4,
+    ),
+)
 @pytest.mark.filterwarnings("ignore:value_init", "ignore:trim_padding")
 def test_a_run_equals_one_that_gets_the_same_answers_when_it_asks(
-    trained: Train, watched: Watched, server: Server, mixture: Path, llava: tuple[Path, Any], method: str
+    trained: Train,
+    watched: Watched,
+    server: Server,
+    mixture: Path,
+    llava: tuple[Path, Any],
+    method: str,
+    options: dict[str, Any],
 ) -> None:
     """Bit for bit: answers, the sampler's log-probs, routes and sets that reach the loss are those of the server."""
-    options = METHODS[method]
     server.config = {"model_config": {MASKED: "top_p" in options, ROUTED: "router_replay" in options}}
     model = mixture if "router_replay" in options else None
     if method == "images":

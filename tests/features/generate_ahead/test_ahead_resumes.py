@@ -24,27 +24,32 @@ SAVED: dict[str, Any] = {
     "max_steps": 18,
     "save_strategy": "steps",
 }
-KINDS: dict[str, dict[str, Any]] = {
-    "dynamic sampling": {"dynamic_sampling": True, "build": {"reward_funcs": rounds.planted}},
-    "R3 and kept sets": {
-        **{"lora": True, "router_replay": "R3", "keep_sampling_mask": True, "top_k": 50, "top_p": 0.9},
-        "generation_kwargs": {"logit_bias": {50: 1.0}},  # int keys
-    },
-    # three rollouts a pass, in another order each time
-    "a stream": {"build": {"train_dataset": tiny.dataset(12).to_iterable_dataset()}},
-    # two rollouts an epoch
-    "an order of each epoch": {"build": {"train_dataset": tiny.dataset(8)}},
-    "evaluations": {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "per_device_eval_batch_size": 4,
-        "num_generations_eval": 4,
-        "build": {"eval_dataset": tiny.dataset(1)},
-    },
-}
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, ("evaluations", "a stream")))
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    cases(
+        {
+            "evaluations": {
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+                "per_device_eval_batch_size": 4,
+                "num_generations_eval": 4,
+                "build": {"eval_dataset": tiny.dataset(1)},
+            },
+            # three rollouts a pass, in another order each time
+            "a stream": {"build": {"train_dataset": tiny.dataset(12).to_iterable_dataset()}},
+            "dynamic sampling": {"dynamic_sampling": True, "build": {"reward_funcs": rounds.planted}},
+            "R3 and kept sets": {
+                **{"lora": True, "router_replay": "R3", "keep_sampling_mask": True, "top_k": 50, "top_p": 0.9},
+                "generation_kwargs": {"logit_bias": {50: 1.0}},  # int keys
+            },
+            # two rollouts an epoch
+            "an order of each epoch": {"build": {"train_dataset": tiny.dataset(8)}},
+        }.items(),
+        fast=2,
+    ),
+)
 def test_a_resume_from_each_step_equals_the_whole_run(
     models: dict[str, Path],
     tmp_path: Path,
@@ -53,8 +58,9 @@ def test_a_resume_from_each_step_equals_the_whole_run(
     mixture: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
+    own: dict[str, Any],
 ) -> None:
-    options = {**SAVED, "save_steps": 1, **KINDS[kind]}
+    options = {**SAVED, "save_steps": 1, **own}
 
     class Epochs(RepeatSampler):
         """TRL's sampler, in an order that the number of the epoch decides."""

@@ -194,22 +194,22 @@ def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
     assert sent == [] and len(server.requests[TOKENS]) == 4 and seen == 4 * generations
 
 
-WRONG: dict[str, tuple[Callable[[Sets], Sets | None], str]] = {
-    "a row too few": (lambda sets: sets[:-1], "sets and tokens do not match"),
-    "without its token": (
-        lambda sets: [[*each, 255][-1:] for each in sets],
-        "not in the set that it was sampled from",
-    ),
-    "twice the same": (lambda sets: [each * 2 for each in sets], "with a token twice"),
-    "negative": (lambda sets: [[*each, -1] for each in sets], "a negative token id"),
-    "some": (lambda sets: sets if len(sets) % 2 else None, r"no kept tokens for ([1-9]|1[0-5]) of 16 sequences"),
-    "none": (lambda _: None, r"no kept tokens for 16 of 16 sequences\. Start a server with --return-sampling-mask"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_sets_are_refused(models: dict[str, Path], engine: Engine, built: Build, case: str) -> None:
-    engine.left, message = WRONG[case]
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [
+        (lambda sets: sets[:-1], "sets and tokens do not match"),
+        (lambda sets: [[*each, 255][-1:] for each in sets], "not in the set that it was sampled from"),
+        (lambda sets: [each * 2 for each in sets], "with a token twice"),
+        (lambda sets: [[*each, -1] for each in sets], "a negative token id"),
+        (lambda sets: sets if len(sets) % 2 else None, r"no kept tokens for ([1-9]|1[0-5]) of 16 sequences"),
+        (lambda _: None, r"no kept tokens for 16 of 16 sequences\. Start a server with --return-sampling-mask"),
+    ],
+    ids=["a row too few", "without its token", "twice the same", "negative", "some", "none"],
+)
+def test_wrong_sets_are_refused(
+    models: dict[str, Path], engine: Engine, built: Build, left: Any, message: str
+) -> None:
+    engine.left = left
     with pytest.raises(ValueError, match=message):
         built(models["dense"], **SETS).train()
 
