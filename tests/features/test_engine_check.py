@@ -149,19 +149,23 @@ def test_the_default_limit_is_lower_where_the_engine_has_loaded_the_base(
             trainer.train()
 
 
-def rolled(logprobs: Any) -> Any:
-    """A `rollout_func` that answers alike, with log-probs made of its answers."""
-
-    def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        ids = [trainer.processing_class(text=prompt)["input_ids"] for prompt in prompts]
-        answers = [[60 + row % 3, 70, 80] for row in range(len(prompts))]
-        return {"prompt_ids": ids, "completion_ids": answers, "logprobs": logprobs and list(map(logprobs, answers))}
-
-    return rollout_func
-
-
 def test_a_rollout_func_is_compared_by_its_log_probs(models: dict[str, Path], tmp_path: Path) -> None:
     """Their NaN are left out, and hide nothing. If there are no others, one warning says so."""
+
+    def rolled(logprobs: Any) -> Any:
+        """A `rollout_func` that answers alike, with log-probs made of its answers."""
+
+        def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+            ids = [trainer.processing_class(text=prompt)["input_ids"] for prompt in prompts]
+            answers = [[60 + row % 3, 70, 80] for row in range(len(prompts))]
+            return {
+                "prompt_ids": ids,
+                "completion_ids": answers,
+                "logprobs": logprobs and list(map(logprobs, answers)),
+            }
+
+        return rollout_func
+
     given: dict[str, Any] = {
         "some": lambda ids: [0.0, float("nan"), 0.0],
         "NaN": lambda ids: [float("nan")] * len(ids),

@@ -8,18 +8,9 @@ import torch
 
 from tests.oracles import trust_regions as oracles
 from tests.tools import tiny
-from trl_steady import StepRewards
+from tests.trainers.tools import by_steps
 
 Rollouts = list[tuple[list[Any], dict[str, Any]]]
-
-
-def few_right(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """Mostly 0, and no verdict for some."""
-    return [None if sum(ids) % 7 == 3 else 0.5 * (sum(ids) % 3 == 0) for ids in completion_ids]
-
-
-def by_token(completion_ids: list[list[int]], **_: Any) -> list[StepRewards]:
-    return [StepRewards.at_tokens([float(i % 3 == 0) for i in ids], range(1, len(ids) + 1)) for ids in completion_ids]
 
 
 def trained(models: dict[str, Path], folder: Path, reward: Any, **options: Any) -> tuple[Any, Rollouts]:
@@ -39,6 +30,10 @@ def trained(models: dict[str, Path], folder: Path, reward: Any, **options: Any) 
 
 
 def test_advantages_are_the_oracles_of_the_rewards_with_a_verdict(models: dict[str, Path], tmp_path: Path) -> None:
+    def few_right(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        """Mostly 0, and no verdict for some."""
+        return [None if sum(ids) % 7 == 3 else 0.5 * (sum(ids) % 3 == 0) for ids in completion_ids]
+
     trainer, rollouts = trained(models, tmp_path, few_right)
     expected: list[float] = []
     for rewards, samples in rollouts:
@@ -58,7 +53,7 @@ def test_the_advantages_of_steps_are_divided_by_the_mean_of_their_sums(
 ) -> None:
     options = {"loss_type": "gspo_token"}
     (trainer, found), (_, undivided) = (
-        trained(models, tmp_path / scale, by_token, scale_rewards=scale, **options) for scale in ("mean", "none")
+        trained(models, tmp_path / scale, by_steps, scale_rewards=scale, **options) for scale in ("mean", "none")
     )
     for (rewards, samples), (_, plain) in zip(found, undivided, strict=True):
         means = torch.tensor([each.total for each in rewards]).view(-1, 4).mean(1).repeat_interleave(4)

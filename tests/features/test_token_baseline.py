@@ -15,26 +15,6 @@ from trl_steady import GRPOConfig
 ON: dict[str, Any] = {"advantage_baseline": "token", "scale_rewards": "none", "max_steps": 1}
 
 
-def expected(model: Any, samples: dict[str, Any], rewards: list[float], temperature: float) -> torch.Tensor:
-    """(B, T) from the whole distribution of the policy; the group's mean for the last of a group."""
-    mask = samples["completion_mask"].bool()
-    ids = torch.cat([samples["prompt_ids"], samples["completion_ids"]], 1)
-    attention = torch.cat([samples["prompt_mask"], samples["completion_mask"]], 1)
-    positions = (attention.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False).logits
-    logps = (logits[:, -mask.size(1) - 1 : -1] / temperature).double().log_softmax(-1)
-    own = logps.gather(-1, samples["completion_ids"].unsqueeze(-1)).squeeze(-1)
-    found = torch.zeros(mask.shape)
-    rows = token_baseline(rewards, own, (2 * logps).exp().sum(-1), mask, 4)
-    for i, values in enumerate(rows):
-        group = slice(i // 4 * 4, i // 4 * 4 + 4)
-        mean = sum(rewards[group]) / 4
-        for t, value in enumerate(values):
-            found[i, t] = value if mask[group, t].sum() > 1 else rewards[i] - mean
-    return found
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     {
@@ -56,9 +36,22 @@ def test_advantages_are_those_of_the_formula(
     lengths = samples["completion_mask"].sum(1)
     assert len(lengths.unique()) > 1
     ids = [row[:length].tolist() for row, length in zip(samples["completion_ids"], lengths, strict=True)]
-    # those of the base with the adapter, outside TRL's head
-    rewards = tiny.reward(ids)
-    own = expected(trainer.model.eval(), samples, rewards, trainer.args.temperature)
+    rewards, model = tiny.reward(ids), trainer.model.eval()
+    # the whole distribution of the policy, outside TRL's head; the group's mean for the last of a group
+    mask = samples["completion_mask"].bool()
+    tokens = torch.cat([samples["prompt_ids"], samples["completion_ids"]], 1)
+    attention = torch.cat([samples["prompt_mask"], samples["completion_mask"]], 1)
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(input_ids=tokens, attention_mask=attention, position_ids=positions, use_cache=False).logits
+    logps = (logits[:, -mask.size(1) - 1 : -1] / trainer.args.temperature).double().log_softmax(-1)
+    of_tokens = logps.gather(-1, samples["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    own = torch.zeros(mask.shape)
+    for i, values in enumerate(token_baseline(rewards, of_tokens, (2 * logps).exp().sum(-1), mask, 4)):
+        group = slice(i // 4 * 4, i // 4 * 4 + 4)
+        mean = sum(rewards[group]) / 4
+        for t, value in enumerate(values):
+            own[i, t] = value if mask[group, t].sum() > 1 else rewards[i] - mean
     if name == "MaxRL":
         own /= torch.tensor(rewards).view(4, 4).mean(1).repeat_interleave(4).unsqueeze(1)
     torch.testing.assert_close(samples["advantages"], own, atol=1e-4, rtol=1e-4)

@@ -69,7 +69,7 @@ ONE_EPOCH: dict[str, Any] = {**ONE_STEP, **rows_of(24)}  # of six steps
             "two passes, steps of two micro-batches": {
                 "num_iterations": 2,
                 "gradient_accumulation_steps": 2,
-                "max_steps": 80,
+                "max_steps": 40,
             },
             "steps of four rollouts": {**ONE_STEP, "gradient_accumulation_steps": 4, "max_steps": 5, **rows_of(32)},
             "two passes, an epoch is two rollouts": {**ONE_STEP, "num_iterations": 2, "max_steps": 16, **rows_of(8)},

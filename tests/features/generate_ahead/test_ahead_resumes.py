@@ -32,7 +32,7 @@ SAVED: dict[str, Any] = {
         {
             "evaluations": {
                 "eval_strategy": "steps",
-                "eval_steps": 1,
+                "eval_steps": 2,
                 "per_device_eval_batch_size": 4,
                 "num_generations_eval": 4,
                 "build": {"eval_dataset": tiny.dataset(1)},
@@ -72,11 +72,11 @@ def test_a_resume_from_each_step_equals_the_whole_run(
         monkeypatch.setattr(grpo_trainer, "RepeatSampler", Epochs)
     server.config = {"model_config": {MASKED: "top_p" in options, ROUTED: "router_replay" in options}}
     model = mixture if "router_replay" in options else models["dense"]
-    watched.seconds = 0.2  # so that a save has to wait
+    watched.seconds = 0.1  # so that a save has to wait
     torch.manual_seed(0)
     whole = tiny.train(ahead.build(server.url, model, tmp_path, **options))
     expected, count = ahead.state(whole), len(watched.asked)
-    for step in (1, 4, 11, 14, 16) if kind != "a stream" else (1, 11):  # later passes are refused
+    for step in (1, 11, 16) if kind != "a stream" else (1, 11):  # later passes are refused
         watched.asked.clear()
         trainer = ahead.build(server.url, model, tmp_path / "again", **options)
         trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))

@@ -21,14 +21,6 @@ from tests.tools import families, tiny
 from tests.tools.headroom import within
 from trl_steady.features.padding_free.support import find_support
 
-# Sizes of the selection, and the columns that it covers. The indexers have two heads, so many tokens score exactly 0.
-SELECTIONS: dict[str, tuple[dict[str, int], int]] = {
-    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), ({"index_topk": 5}, 5)),
-    "deepseek_v4": ({"index_topk": 2}, 8),  # of 4 columns each
-    "minimax_m3_vl_text": ({"index_topk_blocks": 2}, 4),  # of 2 columns each
-    "glm5_next": ({"index_topk": 4}, 4),
-    "mistral_large4": ({"index_topk": 5}, 5),
-}
 TEXT = {name: f"{name}_text" for name in ("glm5_next", "mistral_large4")}
 # This one selects padding too. With "eager", states of padding depend on all columns from the first layer on.
 EAGER = {"minimax_m3_vl_text"}
@@ -68,9 +60,23 @@ def _build(name: str, text: str | None = None, **changed: Any) -> PreTrainedMode
     return model
 
 
-@pytest.mark.parametrize("name", SELECTIONS)
-def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(name: str) -> None:
-    sizes, width = SELECTIONS[name]
+@pytest.mark.parametrize(
+    ("name", "sizes", "width"),
+    [
+        *(
+            (name, {"index_topk": 5}, 5)
+            for name in ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
+        ),
+        ("deepseek_v4", {"index_topk": 2}, 8),  # of 4 columns each
+        ("minimax_m3_vl_text", {"index_topk_blocks": 2}, 4),  # of 2 columns each
+        ("glm5_next", {"index_topk": 4}, 4),
+        ("mistral_large4", {"index_topk": 5}, 5),
+    ],
+)
+def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(
+    name: str, sizes: dict[str, int], width: int
+) -> None:
+    """Sizes of the selection, and the columns that it covers. Indexers have two heads: many tokens score exactly 0."""
     model, batch = _build(name, TEXT.get(name), **sizes), passes.make_batch()
     of = find_support(model)
     old = passes.without_padding(model, of, batch)[0].log_probs

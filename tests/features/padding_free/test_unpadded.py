@@ -160,13 +160,13 @@ def test_a_budget_below_every_sequence_warns_once_with_one_to_set(
         assert int(said[1]) > 2 and int(said[2]) % 4 == 0 and int(said[2]) // 4 >= int(said[1])
 
 
-def long_ones_differ(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [
-        float(sum(ids) % 11) * prompt.startswith("abab") for prompt, ids in zip(prompts, completion_ids, strict=True)
-    ]
-
-
 def test_sequences_that_are_skipped_count_for_the_warning_of_a_budget(models: dict[str, Path], tmp_path: Path) -> None:
+    def long_ones_differ(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [
+            float(sum(ids) % 11) * prompt.startswith("abab")
+            for prompt, ids in zip(prompts, completion_ids, strict=True)
+        ]
+
     options = {"token_budget": 12, "skip_zero_weight": True, "gradient_accumulation_steps": 4, "max_steps": 4}
     build = {"reward_funcs": long_ones_differ}
     trainer: Any = tiny.train(tiny.trainer(models["dense"], tmp_path, build=build, **options))

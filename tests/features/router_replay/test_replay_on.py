@@ -24,18 +24,22 @@ def spread(model: nn.Module) -> None:
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "experts": {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
-    "experts and router": {"target_modules": [], "target_parameters": [*EXPERTS, "mlp.gate.weight"]},
-    "copied router": {"target_modules": ["q_proj"], "modules_to_save": ["gate"]},
-}
-TRAINED_ROUTER = {"experts and router": "lora_", "copied router": "modules_to_save"}
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_routes_are_replayed_with_and_without_an_adapter(qwen: PreTrainedModel, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "of_router"),
+    [
+        ({"target_modules": ["q_proj"], "target_parameters": EXPERTS}, None),
+        ({"target_modules": [], "target_parameters": [*EXPERTS, "mlp.gate.weight"]}, "lora_"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["gate"]}, "modules_to_save"),
+    ],
+    ids=["experts", "experts and router", "copied router"],
+)
+def test_routes_are_replayed_with_and_without_an_adapter(
+    qwen: PreTrainedModel, adapter: dict[str, Any], of_router: str | None
+) -> None:
     base, routes = copy.deepcopy(qwen), passes.others(2)
-    model = peft.get_peft_model(qwen, peft.LoraConfig(r=2, lora_dropout=0.0, **ADAPTERS[kind])).eval()
+    model = peft.get_peft_model(qwen, peft.LoraConfig(r=2, lora_dropout=0.0, **adapter)).eval()
     spread(model)
     natural = passes.recorded(model)
     passes.assert_equal(passes.replayed(model, natural), passes.run(model))
@@ -45,12 +49,9 @@ def test_routes_are_replayed_with_and_without_an_adapter(qwen: PreTrainedModel, 
         passes.assert_gone_through(model, routes)
     logits, gradients = passes.replayed(model, routes)
     assert all("lora_" in name or "modules_to_save" in name for name in gradients)
-    of_router = {name: gradient for name, gradient in gradients.items() if ".gate." in name}
-    if kind in TRAINED_ROUTER:
-        assert {name.split(".layers.")[1][0] for name in of_router} == {"0", "1"}
-        assert all(TRAINED_ROUTER[kind] in name and gradient.abs().max() > 0 for name, gradient in of_router.items())
-    else:
-        assert not of_router
+    trained = {name: gradient for name, gradient in gradients.items() if ".gate." in name}
+    assert {name.split(".layers.")[1][0] for name in trained} == ({"0", "1"} if of_router else set())
+    assert all(of_router and of_router in name and gradient.abs().max() > 0 for name, gradient in trained.items())
     # without the adapter, the base
     with model.disable_adapter():
         with torch.no_grad(), routers.record() as recording:

@@ -128,17 +128,6 @@ def scores(model: PreTrainedModel, data: Batch, **scaling: float) -> Tensor:
     return oracle.scores(hidden.flatten(0, 1), head.weight, head.bias, temperature=TEMPERATURE, **scaling).detach()
 
 
-def rounding(model: PreTrainedModel, data: Batch, *, logit_scale: float = 1.0, **_: float) -> float:
-    """Of log-probs in float32: of the 16 products that add up in a score, and of a few steps more, half an eps each.
-
-    16 times, as two scores meet in a log-prob.
-    """
-    with torch.no_grad():
-        hidden = model.model(input_ids=data.input_ids, use_cache=False).last_hidden_state.float()
-        largest = (hidden.abs() @ model.get_output_embeddings().weight.float().abs().T).max()
-    return 16 * EPS * float(largest) * logit_scale / TEMPERATURE
-
-
 def expected(z: Tensor, data: Batch) -> Tensor:
     """(B, L - 1) log-probs, 0 without a label."""
     targets = data.input_ids[:, 1:].flatten()
@@ -172,7 +161,11 @@ def test_log_probs_are_the_oracles_on_hidden_states(family: str, kind: str, comp
     z = scores(model, data, **scaling)
     # the control: by hand the scores are those of the model's own logits
     logits = model(input_ids=data.input_ids).logits[:, :-1].detach().flatten(0, 1) / TEMPERATURE
-    tolerance = rounding(model, data, **scaling)
+    # float32: the 16 products that add up in a score, and a few steps more, half an eps each; two scores in a log-prob
+    with torch.no_grad():
+        hidden = model.model(input_ids=data.input_ids, use_cache=False).last_hidden_state.float()
+    largest = float((hidden.abs() @ model.get_output_embeddings().weight.detach().abs().T).max())
+    tolerance = 16 * EPS * largest * scaling.get("logit_scale", 1.0) / TEMPERATURE
     assert within((logits.double() - z).abs(), tolerance)
     trls, got, short = plain(model, data), call(model, data), call(model, data, with_entropy=False)
     for out in (got, short):

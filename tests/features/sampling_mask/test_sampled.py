@@ -24,43 +24,6 @@ MOVING |= {"steps_per_generation": 2, "max_steps": 6}
 IN_BUDGET = {"token_budget": 30, "gradient_accumulation_steps": 2}
 
 
-def references(folder: Path, trainer: Any, options: dict[str, Any]) -> list[Any]:
-    """The reference's model by itself, of each rollout."""
-    policies = [sampled.models(folder, trainer)(weights) for weights, _ in trainer.rollouts]
-    if "sync_ref_model" in options:
-        return [policies[0], policies[0], policies[2]]
-    return [routed_oracle.initial(folder)] * len(policies)
-
-
-def check_all_passes(folder: Path, trainer: Any, options: dict[str, Any], updates: list[Any], apart: float) -> None:
-    """Of each token: its set, its log-probs among it, and an entropy of the whole vocabulary."""
-    policy, temperature = sampled.models(folder, trainer), options.get("temperature", 1.0)
-    of_reference, tokens, distant = references(folder, trainer, options), 0, 0
-    for update in updates:
-        now, before = policy(update.weights), policy(trainer.rollouts[update.rollout][0])
-        for row in sampled.rows(update):
-            given = trainer.sets_by_tokens(update.rollout)[tuple(row.ids)]
-            assert row.sets in given and all(row.sets) and not any(row.of_padding)
-            live, old, reference = (
-                sampled.scores(model, row, temperature, routes)
-                for model, routes in (
-                    (now, row.routes),
-                    (before, row.routes),
-                    (of_reference[update.rollout], row.routes if options.get("router_replay_reference") else None),
-                )
-            )
-            expected = {"logps": live, "old_per_token_logps": old, "ref_per_token_logps": reference}
-            if trainer.args.is_on_policy:  # and the policy is the old one
-                del expected["old_per_token_logps"]
-            assert row.values.keys() == {*expected, "entropies"}
-            for name, z in expected.items():
-                torch.testing.assert_close(row.values[name].double(), sampled.log_probs(z, row), **CLOSE)
-            torch.testing.assert_close(row.values["entropies"].double(), oracle.entropies(live), **CLOSE)
-            tokens += len(row.sets)
-            distant += int((oracle.kept_mass(live, row.sets) < 0.9).sum())
-    assert distant > apart * tokens > 0
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -77,10 +40,36 @@ def check_all_passes(folder: Path, trainer: Any, options: dict[str, Any], update
 def test_every_pass_scores_among_the_tokens_that_were_kept(
     models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
 ) -> None:
+    """Of each token: its set, its log-probs among it, and an entropy of the whole vocabulary."""
     folder = models[options.get("model", "dense")]
     options = {"max_steps": 3, **{name: value for name, value in options.items() if name != "model"}}
     trainer = tiny.train(build(folder, tmp_path, **options))
-    check_all_passes(folder, trainer, options, trainer.updates, apart=0.3)
+    policy, temperature, tokens, distant = sampled.models(folder, trainer), options.get("temperature", 1.0), 0, 0
+    of_reference = [routed_oracle.initial(folder)] * len(trainer.rollouts)
+    if "sync_ref_model" in options:
+        first, _, last = (policy(weights) for weights, _ in trainer.rollouts)
+        of_reference = [first, first, last]
+    for update in trainer.updates:
+        now, before = policy(update.weights), policy(trainer.rollouts[update.rollout][0])
+        for row in sampled.rows(update):
+            given = trainer.sets_by_tokens(update.rollout)[tuple(row.ids)]
+            assert row.sets in given and all(row.sets) and not any(row.of_padding)
+            of_routes = row.routes if options.get("router_replay_reference") else None
+            live = sampled.scores(now, row, temperature, row.routes)
+            expected = {
+                "logps": live,
+                "old_per_token_logps": sampled.scores(before, row, temperature, row.routes),
+                "ref_per_token_logps": sampled.scores(of_reference[update.rollout], row, temperature, of_routes),
+            }
+            if trainer.args.is_on_policy:  # and the policy is the old one
+                del expected["old_per_token_logps"]
+            assert row.values.keys() == {*expected, "entropies"}
+            for name, z in expected.items():
+                torch.testing.assert_close(row.values[name].double(), sampled.log_probs(z, row), **CLOSE)
+            torch.testing.assert_close(row.values["entropies"].double(), oracle.entropies(live), **CLOSE)
+            tokens += len(row.sets)
+            distant += int((oracle.kept_mass(live, row.sets) < 0.9).sum())
+    assert distant > 0.3 * tokens > 0
 
 
 @pytest.mark.parametrize(("is_large", "trim_padding"), [(True, False), (False, True)])

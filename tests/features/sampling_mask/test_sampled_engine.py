@@ -31,25 +31,9 @@ from trl_steady.trl_bridge.vllm import SteadyGeneration
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
 server, over_http, flagged, built = engines.server, engines.over_http, engines.flagged, engines.built
 
-CORRECTED: dict[str, Any] = {
-    "vllm_importance_sampling_mode": "token_truncate",
-    "vllm_importance_sampling_clip_max": 1e9,
-}
-
 
 def routes_of(ids: list[int], syncs: int) -> Tensor:
     return torch.from_numpy(chosen(ids, syncs)[:, SPARSE])
-
-
-def score_as_sampled(engine: Engine, folder: Path) -> None:
-    """Let the engine's log-probs be those of the weights that it was sent, on its sets."""
-
-    def scored(prompt: list[int], completion: list[int]) -> list[float]:
-        row: Any = SimpleNamespace(ids=[*prompt, *completion], prompt=len(prompt))
-        z = sampled.scores(routed_oracle.initial(folder, engine.weights), row, TEMPERATURE)
-        return oracle.log_probs(z, torch.tensor(completion), kept(prompt, completion, engine.syncs)).tolist()
-
-    engine.scored = scored
 
 
 def returned(row: Row, syncs: int) -> Sets:
@@ -77,22 +61,25 @@ def check(trainer: Any, folder: Path, expected: Callable[[Row, int], Sets] = ret
     assert {"logps", "old_per_token_logps"} <= trainer.updates[0].rows[0].values.keys() and np.mean(apart) > 0.3
 
 
-def check_ratios(trainer: Any) -> None:
-    """The ratio of trainer to engine, token by token. An engine that scores as it samples is the policy itself."""
-    for update in trainer.updates:
-        ratio = update.inputs["importance_sampling_ratio"][update.inputs["completion_mask"].bool()]
-        torch.testing.assert_close(ratio, torch.ones_like(ratio), **CLOSE)
-
-
 @pytest.mark.supports("keep_sampling_mask", on=("vLLM colocate", "vLLM server"), only="stand-in")
 def test_sets_are_in_every_update_and_in_every_pass(models: dict[str, Path], engine: Engine, built: Build) -> None:
     """Two rollouts, the second after a sync."""
     folder = models["dense"]
-    score_as_sampled(engine, folder)
-    trainer = tiny.train(built(folder, beta=0.1, **SETS, **CORRECTED))
+
+    def scored(prompt: list[int], completion: list[int]) -> list[float]:
+        """Score as the weights that the engine was sent, on its sets."""
+        row: Any = SimpleNamespace(ids=[*prompt, *completion], prompt=len(prompt))
+        z = sampled.scores(routed_oracle.initial(folder, engine.weights), row, TEMPERATURE)
+        return oracle.log_probs(z, torch.tensor(completion), kept(prompt, completion, engine.syncs)).tolist()
+
+    engine.scored = scored
+    corrected = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1e9}
+    trainer = tiny.train(built(folder, beta=0.1, **SETS, **corrected))
     assert len(trainer.rollouts) == 2 and "ref_per_token_logps" in trainer.updates[0].rows[0].values
     check(trainer, folder)
-    check_ratios(trainer)
+    for update in trainer.updates:  # the engine is the policy itself, token by token
+        ratio = update.inputs["importance_sampling_ratio"][update.inputs["completion_mask"].bool()]
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), **CLOSE)
     history = tiny.history(trainer)
     assert [row["sampling_mask/fallback"] for row in history if "sampling_mask/fallback" in row] == [0, 0]
     assert all(within(row["mismatch/kl"], 1e-9) for row in history if "mismatch/kl" in row)
