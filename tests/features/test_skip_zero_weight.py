@@ -314,17 +314,20 @@ def test_the_advantages_that_the_loss_gets_decide(
         """Advantages that are 0 for half of the answers, and not for the same ones as TRL's."""
         return {**inputs, "advantages": inputs["advantages"] * 0 + (inputs["completion_mask"].sum(1) % 2)}
 
-    class Script(trl_steady.GRPOTrainer):
+    class InRollout(trl_steady.GRPOTrainer):
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-            samples = super()._generate_and_score_completions(inputs)
-            return shaped(samples) if kind == "rollout" else samples
+            return shaped(super()._generate_and_score_completions(inputs))
 
-        def _shape(self, method: str, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Tensor:
-            return getattr(super(), method)(model, shaped(inputs), *arguments, **keywords)
+    class InComputeLoss(trl_steady.GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Tensor:
+            return super().compute_loss(model, shaped(inputs), *arguments, **keywords)
 
-    if kind != "rollout":
-        setattr(Script, kind, lambda self, *arguments, **keywords: self._shape(kind, *arguments, **keywords))
-    monkeypatch.setattr(trl_steady, "GRPOTrainer", Script)
+    class InInnerLoss(trl_steady.GRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+            return super()._compute_loss(model, shaped(inputs))
+
+    scripts = {"rollout": InRollout, "compute_loss": InComputeLoss, "_compute_loss": InInnerLoss}
+    monkeypatch.setattr(trl_steady, "GRPOTrainer", scripts[kind])
     options = {"token_budget": token_budget, "loss_type": "dapo"}
     of_all = run("dense", tmp_path, 1, **options)
     said = capsys.readouterr().out

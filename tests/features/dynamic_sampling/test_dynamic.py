@@ -175,14 +175,15 @@ def test_a_group_without_loss_tokens_has_no_signal(models: dict[str, Path], tmp_
     assert decisions(trainer) == [False] * 4
 
 
-def test_a_function_decides_by_rewards_and_rows(models: dict[str, Path], tmp_path: Path) -> None:
-    def long(rewards: torch.Tensor, rows: list[dict[str, Any]]) -> bool:
-        """The filter gets a group with the columns of the data set."""
-        assert rewards.shape == (4,) and len(rows) == 4 and len({row["prompt"] for row in rows}) == 1
-        assert {row["level"] for row in rows} == {rounds.number(rows[0]["prompt"]) % 3}
-        assert [len(row["completion"]) for row in rows] == rewards.tolist()
-        return rows[0]["level"] > 0 and rewards.max().item() > 1
+def long(rewards: torch.Tensor, rows: list[dict[str, Any]]) -> bool:
+    """Filter by a group with the columns of the data set. At the top level, as the option needs it."""
+    assert rewards.shape == (4,) and len(rows) == 4 and len({row["prompt"] for row in rows}) == 1
+    assert {row["level"] for row in rows} == {rounds.number(rows[0]["prompt"]) % 3}
+    assert [len(row["completion"]) for row in rows] == rewards.tolist()
+    return rows[0]["level"] > 0 and rewards.max().item() > 1
 
+
+def test_a_function_decides_by_rewards_and_rows(models: dict[str, Path], tmp_path: Path) -> None:
     data = tiny.dataset()
     data = data.add_column("level", [i % 3 for i in range(len(data))])
     lengths = lambda completions, **_: [float(len(text)) for text in completions]
