@@ -54,9 +54,9 @@ def test_a_micro_batch_of_ours_waits_for_nothing(
     assert syncs.collectives == Counter()  # alone, there is nobody to ask
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     with counted() as syncs:
-        trainer.log({"of a script": 1.0})
+        trainer.log({"loss": 1.0, "of a script": 1.0})
         assert syncs.collectives == Counter()  # it may run on one process
-        trainer.log({"loss": 0.0})
+        exec("trainer.log({'loss': 0.0})", {"__name__": "transformers.trainer", "trainer": trainer})
     assert syncs.collectives == Counter({"trl_steady": 1})
     logged = trainer.state.log_history[-1]
     assert {"kl", "kl/k2", "ratio/sequence_min", "off_policy_q50", "dropped/veto", "mismatch/kl"} <= logged.keys()
