@@ -32,7 +32,7 @@ else:
 
 
 _ENTROPY: dict[str, object] = {"entropy_coef": 0.0, "use_adaptive_entropy": False, "top_entropy_quantile": 1.0}
-# Options with which TRL computes over the tokens of a micro-batch -> the value without that.
+# Options that act over the tokens of TRL's micro-batch -> the value without that.
 _OVER_MICRO_BATCHES: dict[str, object] = {"ref_model_sync_kl": None, **_ENTROPY}
 # Options with which each sequence has a gradient, or counts in another way -> the value without that.
 _OVER_ALL_SEQUENCES: dict[str, object] = {"beta": 0.0, "sampler_penalty": 0.0, **_ENTROPY}
@@ -285,7 +285,7 @@ class SharedOptions(EngineOptions):
         return options
 
     is_of_our_trainer = False  # not an option, without an annotation
-    """True once one of our trainers has this config."""
+    """True while one of our trainers is built with this config."""
 
     @property
     def place_model_on_device(self) -> bool | None:

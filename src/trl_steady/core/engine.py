@@ -52,7 +52,7 @@ class AdapterSync(Protocol):
     """
 
     def is_required(self, engine: Any) -> bool:
-        """Return True if the engine cannot have merged weights instead."""
+        """Return True if the engine cannot have merged weights instead, or must not."""
         ...
 
     def prepare(self, engine: Any) -> dict[str, object]:

@@ -7,8 +7,8 @@ sequences, True = keep.
 The sampler is the inference engine or policy that generated the tokens. `sampler_logps` may be NaN where an engine
 could not score a token. NaN is no evidence either way, so such a token counts as equally likely under both policies.
 
-Log-probs are (B, T), in nats, and `mask` is (B, T) bool, True = loss token. Functions raise a ValueError if shapes
-differ or the mask is not boolean.
+Log-probs are (B, T), in nats, and `mask` is (B, T) bool, True = loss token. Means over a
+sequence raise a ValueError if shapes differ or the mask is not boolean.
 """
 
 import math

@@ -126,7 +126,7 @@ def diagnose(history: History) -> tuple[list[Finding], dict[str, str]]:
         told.update(finding.symptom.hides)
     passed: dict[str, Finding] = {}
     step = 1
-    while step < history.last_step:  # as features/training_report.py looks
+    while step < history.last_step:  # more rarely as the run gets longer, as a report looks while it trains
         following = step + 1 + step // 20
         early, _ = look(history.until(step))
         for name, finding in early.items():

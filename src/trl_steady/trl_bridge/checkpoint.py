@@ -245,7 +245,7 @@ class Checkpoints:
                 f"{checkpoint} was taken inside a generation window that began with{''.join(lines)}\nResume with the "
                 "same values, or from a checkpoint at the end of a window."
             )
-        self._trl._step = 0 if changed else window["position"]
+        self._trl._step = 0 if changed else window["position"]  # settings may change between two windows
         self._trl._buffered_inputs = window["rollouts"]
         self._trl._metrics["train"].update(window["metrics"])
         self._load_tables(json.loads(window["tables"]))

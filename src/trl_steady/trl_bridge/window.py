@@ -109,7 +109,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """Return the settings that both runs have and whose values differ."""
     changed = [name for name in now if name in before and before[name] != now[name]]
     # `beta` decides if there are log-probs of a reference. Its value matters for RLOO, whose KL is in the reward
-    is_rloo = "normalize_advantages" in now
+    is_rloo = "normalize_advantages" in now  # an option of RLOO only
     if not is_rloo and now.get("beta") and before.get("beta") and "beta" in changed:
         changed.remove("beta")
     return changed
