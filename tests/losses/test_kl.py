@@ -81,6 +81,16 @@ def test_uncorrected_k2_is_the_oracles(evaluate: Evaluate) -> None:
     assert torch.allclose(ours.grad - policy.grad, BETA * term.grad, rtol=1e-10, atol=1e-14)
 
 
+def test_trls_uncorrected_kl_is_the_same_under_gspo_token(evaluate: Evaluate) -> None:
+    """Its log-probs are shifted for TRL's loss, so the reference's must be too."""
+    batch = random_batch()
+    inputs = {"ref_per_token_logps": reference(batch)}
+    options = {"beta": BETA, "inputs": inputs, "use_bias_correction_kl": False}
+    sequence, token = (evaluate(batch, loss_type=name, **options) for name in ("gspo", "gspo_token"))
+    assert token.loss.item() == pytest.approx(sequence.loss.item(), rel=1e-11)
+    assert torch.allclose(token.grad, sequence.grad, rtol=1e-10, atol=1e-14)
+
+
 def test_the_kl_is_outside_of_every_mask(evaluate: Evaluate) -> None:
     """All sequences dropped: what is left is the KL, counted over all of them."""
     batch = random_batch()
