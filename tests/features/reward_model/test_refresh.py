@@ -85,7 +85,8 @@ def test_a_share_is_replayed_but_no_held_out_answer(
     fraction: float, replayed: list[int], models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refresh = {"replay_fraction": fraction, "epochs": 1}
-    trainer = refreshed("lora", models["dense"], tmp_path, max_steps=13, refresh=refresh)
+    data = {"train_dataset": tiny.dataset(8)}  # prompts come again
+    trainer = refreshed("lora", models["dense"], tmp_path, max_steps=13, refresh=refresh, build=data)
     sets: list[dict[str, Any]] = []
     callback = refresher(trainer)
     measured = callback._log_accuracy
@@ -97,6 +98,7 @@ def test_a_share_is_replayed_but_no_held_out_answer(
     out: set[tuple[int, ...]] = set()
     for given in sets[-5::2]:
         assert given["held_out"] and not set(map(prompt_key, given["fresh"])) & set(map(prompt_key, given["held_out"]))
+        assert not set(map(prompt_key, given["replayed"])) & set(map(prompt_key, given["held_out"]))
         assert not texts(given["replayed"]) & out  # short answers may come twice in a run, but not these
         out |= texts(given["held_out"]) - texts(given["fresh"])
 
