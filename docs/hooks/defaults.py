@@ -40,7 +40,15 @@ def _show(static: griffe.Class, kind: Any) -> None:
         if field.name in own:
             parameter = own.pop(field.name)
             parameter.default, parameter.kind = repr(field.default), griffe.ParameterKind.keyword_only
+            parameter.annotation = _without_marks(parameter.annotation)
             init.parameters.add(parameter)
     assert not own, f"{kind.__name__} has no fields {', '.join(own)}"
     options = griffe.ParameterKind.var_keyword
     init.parameters.add(griffe.Parameter("trl_options", annotation="Any", kind=options, default="{}"))
+
+
+def _without_marks(annotation: Any) -> Any:
+    """Return the type of an option, without the marks of `Annotated` that say what is valid."""
+    if isinstance(annotation, griffe.ExprSubscript) and str(annotation.left) == "Annotated":
+        return annotation.slice.elements[0]
+    return annotation
