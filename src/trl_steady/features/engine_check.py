@@ -11,6 +11,7 @@ from trl_steady.core.feature import Feature
 from trl_steady.core.types import Rollout, Turn
 from trl_steady.functional import kl
 from trl_steady.trl_bridge.log_probs import policy_log_probs
+from trl_steady.trl_bridge.models import random_setting
 from trl_steady.trl_bridge.vllm import record_log_probs
 
 _MOST = 10.0
@@ -70,7 +71,7 @@ class EngineCheck(Feature):
         trainer = self.trainer
         limit = self._limit()
         logps = rollout.samples.get("old_per_token_logps")
-        if logps is None:
+        if logps is None or random_setting(trainer.model):  # with dropout, two passes of one model differ
             logps = policy_log_probs(trainer, rollout)
         sums = disagreement(logps, self._sampler_logps(rollout, logps), rollout.is_sampled)
         reduced = cast(Tensor, trainer.accelerator.reduce(sums, "sum"))

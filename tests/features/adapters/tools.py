@@ -56,6 +56,9 @@ class LLM:
         assert adapter.r <= self.asked["max_lora_rank"]
         base = load(self.asked["model"], self.asked["quantization"])
         self.served = PeftModel.from_pretrained(base, request.path).train()  # bitsandbytes repacks a base in eval mode
+        for module in self.served.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.eval()
         self.adapters.append(request)
 
     def get_adapter(self, number: int) -> Any:
