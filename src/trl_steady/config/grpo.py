@@ -1,6 +1,10 @@
 # TRL has no None where an option of ours may be unset
 # pyright: reportIncompatibleVariableOverride=false
-"""`trl.GRPOConfig` with trl-steady's options: defaults from the papers, errors, and warnings with a fix."""
+"""`trl.GRPOConfig` with trl-steady's options: defaults from the papers, errors, and warnings with a fix.
+
+`Needs("beta")` in an annotation: without `beta`, the option has no effect. `IN_ROLLOUT`: a resume inside a rollout
+needs the same value. `PolicyLoss` in `features/policy_loss.py` reads the options of the loss and of its KL.
+"""
 
 import math
 from collections.abc import Iterator
