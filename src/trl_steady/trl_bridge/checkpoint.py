@@ -116,7 +116,7 @@ class Checkpoints:
         window = {
             "run": self._run_id(),
             "settings": window_settings(trainer),
-            "position": self._trl._step,
+            "position": self._trl._step,  # micro-batches so far
             "rollouts": None if is_before_generation(trainer) else self._trl._buffered_inputs,
             "metrics": dict(self._trl._metrics["train"]),
             "pool": trainer.metrics.state(),
@@ -192,7 +192,7 @@ class Checkpoints:
             ValueError: The run cannot continue exactly.
         """
         trainer, self.last = self._trainer, checkpoint
-        self._run = read_manifest(checkpoint).run
+        self._run = read_manifest(checkpoint).run  # "" if trl-steady has not written the checkpoint
         for feature in trainer.features:
             feature.load_state(checkpoint)
         self._skip_epochs(checkpoint)
@@ -223,9 +223,13 @@ class Checkpoints:
             )
 
     def _load_window(self, checkpoint: Path) -> dict[tuple[str, str], list[float]]:
-        """Restore the rollouts in use, and return the totals of metrics."""
+        """Restore the rollouts in use, and return the totals of metrics.
+
+        TRL's `_prepare_inputs` then takes its next micro-batch, by `_step`, from `_buffered_inputs`, or generates.
+        """
         trainer = self._trainer
-        interval, file = generation_interval(trainer), checkpoint / self._window_file()
+        interval = generation_interval(trainer)  # micro-batches from one rollout to the next
+        file = checkpoint / self._window_file()
         if not file.is_file():
             if self._micro_batches_of_epoch() % interval:
                 raise ValueError(
