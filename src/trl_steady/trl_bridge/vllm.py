@@ -60,8 +60,8 @@ class SteadyGeneration(VLLMGeneration):
             and merged weights will not do.
     """
 
-    adapter: AdapterSync | None = None
-    """Sends the adapter; None if all weights are sent."""
+    adapter_sync: AdapterSync | None = None
+    """Sends the adapter alone, which the engine has taken; None if all weights are sent."""
     respond: Callable[[SendRequest, Mapping[str, Any]], GenerationResult] | None = None
     """Returns the result of a request, which its first argument would send. It is set on the main process only."""
     before_sync: Callable[[], None] | None = None
@@ -78,14 +78,14 @@ class SteadyGeneration(VLLMGeneration):
     ) -> None:
         self._extras = extras
         self._clock = clock
-        self._sync = sync
+        self._wanted_sync = sync
         self._given = given
         self._extra_values: dict[str, list[Any]] = {}
         super().__init__(*arguments, **keywords)
 
     def _init_vllm(self) -> None:
         """Build the engine for the adapter alone, or for merged weights if it cannot serve the adapter."""
-        sync = self._sync
+        sync = self._wanted_sync
         if sync is None or not is_peft_model(self.model):
             self._build({})
             return
@@ -110,7 +110,7 @@ class SteadyGeneration(VLLMGeneration):
         if why_not := first_reason(why_not):
             self._merge_instead(sync, why_not)
             return
-        self.adapter = sync
+        self.adapter_sync = sync
         if self.mode == "colocate":
             self._add_adapter_to_requests()
 
@@ -199,10 +199,10 @@ class SteadyGeneration(VLLMGeneration):
         with self._clock.phase("sync"):
             if self.before_sync is not None:
                 self.before_sync()
-            if self.adapter is None:
+            if self.adapter_sync is None:
                 super().sync_weights()
             else:
-                self._send_adapter(self.adapter)
+                self._send_adapter(self.adapter_sync)
 
     def generate(self, prompts: list[Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and store the extra data."""
