@@ -186,7 +186,7 @@ class SteadyGeneration(VLLMGeneration):
             if hasattr(self.llm, name):
                 vars(self.llm)[name] = functools.partial(with_request, getattr(self.llm, name))
 
-    def whole(self, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
+    def gathered(self, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
         """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
         return self._dist.gather_params(parameters)
 

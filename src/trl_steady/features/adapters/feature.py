@@ -85,7 +85,7 @@ class Adapters(Feature):
         trainer = self.trainer
         is_quantised = BaseModel(model).is_quantised
         if is_quantised or trainer.accelerator.distributed_type != DistributedType.FSDP:
-            with trainer.vllm_generation.whole(list(model.parameters())):
+            with trainer.vllm_generation.gathered(list(model.parameters())):
                 try:
                     weights = merged_weights(model)
                 except ValueError as error:
