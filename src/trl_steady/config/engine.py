@@ -1,4 +1,7 @@
-"""Options about a vLLM engine, and what contradicts them."""
+"""Options about a vLLM engine, and what contradicts them.
+
+`Adapters` in `features/adapters/feature.py` reads `vllm_adapter_sync`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

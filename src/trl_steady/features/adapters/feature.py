@@ -71,7 +71,10 @@ class Adapters(Feature):
             trainer.vllm_generation.replace_weights(functools.partial(self._merged, model))
 
     def adapter_sync(self, args: SharedOptions) -> LoraSync | None:
-        """Send the adapter alone, unless the user wants merged weights."""
+        """Send the adapter alone, unless the user wants merged weights.
+
+        The engine, `SteadyGeneration` in `trl_bridge/vllm.py`, calls what this method returns.
+        """
         asked = args.vllm_adapter_sync
         if not args.use_vllm or asked is False:
             return None

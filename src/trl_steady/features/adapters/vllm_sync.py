@@ -174,6 +174,7 @@ def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
         return (
             "vLLM quantises with bnb_4bit_quant_type='nf4' and bnb_4bit_use_double_quant=True, and the policy does not"
         )
+    # the engine loads its own base, from the checkpoint
     return base.why_not_checkpoint(gather)
 
 
