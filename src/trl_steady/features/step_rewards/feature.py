@@ -190,13 +190,13 @@ class StepRewardsFeature(Feature):
     def _completion(self, index: int, mask: list[bool]) -> RewardedCompletion:
         content = self._returned.completions[index]
         ids = self._returned.completion_ids[index]
-        is_own = mask[: len(ids)]
-        own_end = max((t + 1 for t, is_sampled in enumerate(is_own) if is_sampled), default=0)
+        is_sampled = mask[: len(ids)]
+        sampled_end = max((t + 1 for t, counts in enumerate(is_sampled) if counts), default=0)
         steps: dict[int, list[tuple[int, float]]] = {}
         for function, name in enumerate(self.trainer.reward_func_names):
             rewards = self._returned.steps.get((index, function))
             if rewards is not None:
-                completion = Completion(f"completion {index} of reward function {name!r}", content, ids, is_own)
+                completion = Completion(f"completion {index} of reward function {name!r}", content, ids, is_sampled)
                 ends = token_ends(rewards, completion, text_tokenizer(self.trainer))
                 steps[function] = list(zip(ends, rewards.values, strict=True))
-        return RewardedCompletion(len(ids), own_end, steps)
+        return RewardedCompletion(len(ids), sampled_end, steps)
