@@ -51,8 +51,8 @@ class StepRewardsFeature(Feature):
         super().__init__(trainer, args)
         self._steps: dict[tuple[int, int], StepRewards] = {}  # until all reward functions have returned
         self._returned = _NOTHING
-        self.last_rollout: tuple[Tensor, ...] = ()
-        """Ids, mask and advantages (B, T) of the last rollout with `StepRewards`, on any process."""
+        self.rollout_with_steps: tuple[Tensor, ...] = ()
+        """Ids, mask and advantages (B, T) of the last rollout in which any process got `StepRewards`; or empty."""
         self._none_count: dict[int, int] = {}  # reward function -> completions for which it returned None
         self._returned_nan: set[int] = set()
 
@@ -60,7 +60,7 @@ class StepRewardsFeature(Feature):
     def last_step_advantages(self) -> list[list[tuple[str, float]]]:
         """See the property of `GRPOTrainer`."""
         completions: list[list[tuple[str, float]]] = []
-        for ids, mask, values in zip(*self.last_rollout, strict=True):
+        for ids, mask, values in zip(*self.rollout_with_steps, strict=True):
             text, offsets = text_and_offsets(text_tokenizer(self.trainer), ids[mask].tolist())
             pieces = [text[start:end] for start, end in pairwise(offsets)]
             completions.append(list(zip(pieces, values[mask].tolist(), strict=True)))
@@ -147,7 +147,7 @@ class StepRewardsFeature(Feature):
 
     def warn_without_steps(self, formula: str) -> None:
         """Warn that `step_advantage` has no effect, if no rollout so far had steps."""
-        if not self.last_rollout and self.trainer.accelerator.is_main_process:
+        if not self.rollout_with_steps and self.trainer.accelerator.is_main_process:
             self.warn(
                 f"step_advantage={formula!r} has no effect in this rollout, because no reward function returned "
                 "StepRewards. Return them, or leave step_advantage unset."
@@ -181,7 +181,7 @@ class StepRewardsFeature(Feature):
         if values.dim() == 1:
             values = values.unsqueeze(1)
         per_token = values * rollout.is_sampled
-        self.last_rollout = rollout.samples["completion_ids"].cpu(), rollout.is_sampled.cpu(), per_token.cpu()
+        self.rollout_with_steps = rollout.samples["completion_ids"].cpu(), rollout.is_sampled.cpu(), per_token.cpu()
 
     def _completions(self, mask: Tensor) -> list[RewardedCompletion]:
         """Return this process's completions with the ends of their steps in tokens."""
