@@ -41,8 +41,9 @@ _NOTHING = _Returned(torch.empty(0, 0), [], [], {})
 class StepRewardsFeature(Feature):
     """Takes `StepRewards` from reward functions, and refuses rewards that are infinite or would be ignored.
 
-    In GRPO, `Advantages` asks for advantages (B, T) of steps, relative to the group's other completions. In PPO the
-    critic reads the steps from here. RLOO has one advantage per sequence, and refuses steps.
+    Rewards pass `process_rewards`, then TRL, then `on_rewards`. In GRPO, `features/advantages.py` asks for
+    `group_advantages` when the rollout is complete. In PPO the critic asks for `own_steps`. RLOO has one advantage per
+    sequence, and refuses steps.
     """
 
     args: SharedOptions
@@ -154,10 +155,11 @@ class StepRewardsFeature(Feature):
             )
 
     def group_advantages(self, rollout: Rollout, formula: str) -> Tensor:
-        """Return advantages (B, T) of the sampled tokens."""
+        """Return advantages (B, T) of the sampled tokens, relative to the group's other completions."""
         trainer, mask = self.trainer, rollout.is_sampled
         completions: list[RewardedCompletion] = gather_object(self._completions(mask))
-        cover = formula == "return_to_go"
+        cover = formula == "return_to_go"  # it needs each token in a step
+        # (N, S) weighted sums over the reward functions, and the ends of the steps
         table = tabulate(completions, self._returned.rewards, trainer.reward_weights, cover=cover)
         scale = trainer.scale_rewards
         if scale == "mean":  # `Advantages` divides
@@ -168,6 +170,7 @@ class StepRewardsFeature(Feature):
         for completion in completions[own]:
             counts += map(len, completion.steps.values())
         trainer.metrics.pooled(sums={"steps/mean_count": torch.tensor([sum(counts), len(counts)])})
+        # a token gets the advantage of the step in which it begins
         return advantages.per_token(step_advantages[own], table.ends[own], mask.size(1)) * mask
 
     def own_steps(self, mask: Tensor) -> StepTable:
