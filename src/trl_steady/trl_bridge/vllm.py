@@ -39,14 +39,14 @@ vllm_generation = sys.modules[VLLMGeneration.__module__]
 
 @contextmanager
 def steady_engine(
-    extras: Sequence[EngineOutput], sync: AdapterSync | None, clock: Clock, given: Mapping[str, object]
+    extras: Sequence[EngineOutput], sync: AdapterSync | None, clock: Clock, engine_kwargs: Mapping[str, object]
 ) -> Generator[None]:
     """Give each of TRL's trainers that is built inside this context an engine of ours, with these arguments of vLLM's.
 
     Raises:
         ValueError: vLLM cannot be built with the data that a feature wants, or with these arguments.
     """
-    build = functools.partial(SteadyGeneration, extras=extras, sync=sync, clock=clock, given=given)
+    build = functools.partial(SteadyGeneration, extras=extras, sync=sync, clock=clock, engine_kwargs=engine_kwargs)
     grpo, rloo = TRAINER_MODULES
     with patched(grpo, {"VLLMGeneration": build}), patched(rloo, {"VLLMGeneration": build}):
         yield
@@ -73,13 +73,13 @@ class SteadyGeneration(VLLMGeneration):
         extras: Sequence[EngineOutput],
         clock: Clock,
         sync: AdapterSync | None = None,
-        given: Mapping[str, object] = MappingProxyType({}),
+        engine_kwargs: Mapping[str, object] = MappingProxyType({}),
         **keywords: Any,
     ) -> None:
         self._extras = extras
         self._clock = clock
         self._wanted_sync = sync
-        self._given = given
+        self._engine_kwargs = engine_kwargs
         self._extra_values: dict[str, list[Any]] = {}
         super().__init__(*arguments, **keywords)
 
@@ -143,13 +143,13 @@ class SteadyGeneration(VLLMGeneration):
         for extra in self._extras:
             flags[extra.flag] = True
             options.append(extra.option)
-        if self._given:
-            options.append(f"vllm_engine_kwargs={self._given!r}")
+        if self._engine_kwargs:
+            options.append(f"vllm_engine_kwargs={self._engine_kwargs!r}")
         llm_class = cast(Any, getattr(vllm_generation, "LLM", object))  # missing if vLLM is; TRL then raises an error
 
         def build(**trl_arguments: object) -> Any:
             try:
-                llm = llm_class(**{**flags, **trl_arguments, **self._given})
+                llm = llm_class(**{**flags, **trl_arguments, **self._engine_kwargs})
             except (TypeError, ValueError) as error:
                 if not options:
                     raise
