@@ -108,13 +108,13 @@ class PPOConfig(GRPOConfig):
     )
 
     def _idle_because(self) -> dict[str, Idle | None]:
-        found = super()._idle_because()
+        reasons = super()._idle_because()
         if self.mask_truncated_completions:
             for name in ("bootstrap_truncated", "missing_eos_penalty"):
-                found[name] = Idle("mask_truncated_completions=True", "Set mask_truncated_completions=False")
+                reasons[name] = Idle("mask_truncated_completions=True", "Set mask_truncated_completions=False")
         for name in _GROUP_OPTIONS:
-            found[name] = Idle("the critic gives the advantages", "")
-        return found
+            reasons[name] = Idle("the critic gives the advantages", "")
+        return reasons
 
     def _fill_unset(self) -> None:
         super()._fill_unset()
