@@ -1,4 +1,4 @@
-"""The passes, logs and options of TRL's rollout method, and a rollout outside training.
+"""The passes and logs of TRL's rollout method, and a rollout outside training.
 
 This file knows TRL's private state of a rollout.
 """

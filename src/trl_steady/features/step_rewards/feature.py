@@ -53,7 +53,7 @@ class StepRewardsFeature(Feature):
         self._steps: dict[tuple[int, int], StepRewards] = {}  # until all reward functions have returned
         self._returned = _NOTHING
         self.rollout_with_steps: tuple[Tensor, ...] = ()
-        """Ids, mask and advantages (B, T) of the last rollout in which any process got `StepRewards`; or empty."""
+        """Ids, mask and advantages (B, T) of the last rollout in which any process got `StepRewards`. Empty before."""
         self._none_count: dict[int, int] = {}  # reward function -> completions for which it returned None
         self._returned_nan: set[int] = set()
 
