@@ -134,7 +134,8 @@ class Checkpoints:
 
     def _move_into_place(self, unfinished: Path, checkpoint: Path) -> None:
         """Write the manifest and rename the folder, when all processes have written their files."""
-        accelerator, run = self._trainer.accelerator, self._run_id()
+        accelerator = self._trainer.accelerator
+        run = self._run_id()
         if accelerator.process_index in self._movers(unfinished):
             if checkpoint.exists():  # from a run that was later resumed at an earlier checkpoint
                 os.replace(checkpoint, unfinished.parent / "replaced")
@@ -191,7 +192,8 @@ class Checkpoints:
         Raises:
             ValueError: The run cannot continue exactly.
         """
-        trainer, self.last = self._trainer, checkpoint
+        trainer = self._trainer
+        self.last = checkpoint
         self._run = read_manifest(checkpoint).run  # "" if trl-steady has not written the checkpoint
         for feature in trainer.features:
             feature.load_state(checkpoint)
@@ -241,7 +243,8 @@ class Checkpoints:
         window = read_state(file, trainer.accelerator.device.type)
         if self._run and window["run"] != self._run:
             raise ValueError(f"{file} is of another run than the rest of the checkpoint. Copy the checkpoint again.")
-        before, now = window["settings"], window_settings(trainer)
+        before = window["settings"]
+        now = window_settings(trainer)
         changed = changed_settings(before, now)
         if changed and window["rollouts"] is not None:
             lines = [f"\n  {name}={before[name]!r}; this run has {name}={now[name]!r}" for name in changed]
@@ -266,7 +269,8 @@ class Checkpoints:
 
     def _micro_batches_of_epoch(self) -> int:
         """Return the number of micro-batches since the epoch began. The last step of an epoch may have fewer."""
-        steps, args = self._trainer.state.global_step, self._trainer.args
+        args = self._trainer.args
+        steps = self._trainer.state.global_step
         if self.sampler is not None:
             samples = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
             micro_batches = len(cast(Sized, self.sampler)) // samples
