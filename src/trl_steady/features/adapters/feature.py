@@ -67,7 +67,8 @@ class Adapters(Feature):
                 "vllm_adapter_sync=False: vllm_mode='colocate' quantises the engine like the base, and it cannot take "
                 "merged weights. Leave it unset, or serve the unquantised model and set vllm_mode='server'."
             )
-        if getattr(trainer.vllm_generation, "adapter_sync", None) is None:  # it has not taken the adapter
+        sync = getattr(trainer.vllm_generation, "adapter_sync", None)
+        if sync is None:  # the engine has not taken the adapter
             trainer.vllm_generation.replace_weights(functools.partial(self._merged, model))
 
     def adapter_sync(self, args: SharedOptions) -> LoraSync | None:
