@@ -49,8 +49,9 @@ class Loss:
     to_sampler: bool = False
     """True if the ratio is to the sampler. The config then switches off TRL's correction for an engine, which would be
     a second ratio to it."""
-    trl_metric_overrides: Callable[[Trainer], Mapping[str, float]] | None = None
-    """Clip ranges of the trainer as TRL's metrics need them, if they mean something else."""
+    trl_epsilons: Callable[[Trainer], Mapping[str, float]] | None = None
+    """Returns `epsilon_low` and `epsilon_high` for TRL's metrics of clipping; None for the trainer's. It needs a
+    `policy_term`, because TRL also clips its own term with them."""
 
     @property
     def is_ours(self) -> bool:
@@ -182,7 +183,7 @@ LOSSES: dict[str, Loss] = {
         epsilon=0.4,  # the clip range (e^-0.4, e^0.4)
         epsilon_high=0.4,
         policy_term=gmpo_term,
-        trl_metric_overrides=_clip_in_ratios,
+        trl_epsilons=_clip_in_ratios,
     ),
     # DPPO (arXiv 2602.04879, equations 12 to 14): a mask by the probability of the sampled token, in place of a clip.
     # The sum over tokens is that of equation 12, up to a constant.
@@ -198,7 +199,7 @@ LOSSES: dict[str, Loss] = {
         policy_term=functools.partial(sampler_ratio_term, largest=20.0),
         token_masks=dppo_masks,
         to_sampler=True,
-        trl_metric_overrides=lambda _: _NOTHING_IS_CLIPPED,
+        trl_epsilons=lambda _: _NOTHING_IS_CLIPPED,
     ),
     # M2PO (arXiv 2510.01161): ratios without a clip, and without the tokens that are farthest from the sampler. The
     # mean over all tokens of the rollout is that of the paper's objective.
@@ -211,7 +212,7 @@ LOSSES: dict[str, Loss] = {
         policy_term=functools.partial(sampler_ratio_term, largest=_FINITE),
         token_masks=m2po_masks,
         to_sampler=True,
-        trl_metric_overrides=lambda _: _NOTHING_IS_CLIPPED,
+        trl_epsilons=lambda _: _NOTHING_IS_CLIPPED,
     ),
 }
 """`loss_type` -> what the loss is."""

@@ -1,4 +1,7 @@
-"""Options about a vLLM engine, and what contradicts them."""
+"""Options about a vLLM engine, and what contradicts them.
+
+`Adapters` in `features/adapters/feature.py` reads `vllm_adapter_sync`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,12 +76,12 @@ class EngineOptions(_TRLConfig):
 
     def _engine_idle_because(self) -> dict[str, Idle | None]:
         no_engine = first_disabled(self, "use_vllm")
-        found = {"vllm_engine_kwargs": no_engine, "engine_check": None}
+        reasons = {"vllm_engine_kwargs": no_engine, "engine_check": None}
         if no_engine is not None:
-            found["engine_check"] = Idle("use_vllm=False and no rollout_func generates", "Set use_vllm=True")
+            reasons["engine_check"] = Idle("use_vllm=False and no rollout_func generates", "Set use_vllm=True")
         elif self.vllm_mode == "server":
-            found["vllm_engine_kwargs"] = Idle("vllm_mode='server'", "Give them to the server")
-        return found
+            reasons["vllm_engine_kwargs"] = Idle("vllm_mode='server'", "Give them to the server")
+        return reasons
 
     def _engine_contradictions(self) -> Iterator[str]:
         if self.is_colocated:

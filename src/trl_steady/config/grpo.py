@@ -1,6 +1,10 @@
 # TRL has no None where an option of ours may be unset
 # pyright: reportIncompatibleVariableOverride=false
-"""`trl.GRPOConfig` with trl-steady's options: defaults from the papers, errors, and warnings with a fix."""
+"""`trl.GRPOConfig` with trl-steady's options: defaults from the papers, errors, and warnings with a fix.
+
+`Needs("beta")` in an annotation: without `beta`, the option has no effect. `IN_ROLLOUT`: a resume inside a rollout
+needs the same value. `PolicyLoss` in `features/policy_loss.py` reads the options of the loss and of its KL.
+"""
 
 import math
 from collections.abc import Iterator
@@ -143,25 +147,25 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     )
 
     def _idle_because(self) -> dict[str, Idle | None]:
-        found = super()._idle_because()
+        reasons = super()._idle_because()
         loss_type = f"loss_type={self.loss_type!r}"
         if self.loss.to_sampler:
-            found["loss_type"] = self._never_off_sampler
+            reasons["loss_type"] = self._never_off_sampler
         elif self.loss.is_ours:
-            found["loss_type"] = self._never_off_policy
+            reasons["loss_type"] = self._never_off_policy
         for name, own_loss in (("dppo_divergence", "dppo"), ("m2po_budget", "m2po")):
             if self.loss_type != own_loss:
-                found[name] = Idle(loss_type, f"Set loss_type={own_loss!r}")
-        found["sampler_penalty"] = self._never_off_sampler
+                reasons[name] = Idle(loss_type, f"Set loss_type={own_loss!r}")
+        reasons["sampler_penalty"] = self._never_off_sampler
         if self.off_policy_mask_threshold is None:
-            found["off_policy_mask_level"] = Idle("off_policy_mask_threshold=None", "Set off_policy_mask_threshold")
+            reasons["off_policy_mask_level"] = Idle("off_policy_mask_threshold=None", "Set off_policy_mask_threshold")
         elif self.loss.advantages == "sequence":
-            found["off_policy_mask_level"] = Idle(f"{loss_type} has one advantage per sequence", "")
+            reasons["off_policy_mask_level"] = Idle(f"{loss_type} has one advantage per sequence", "")
         if self.off_policy_mask_threshold != math.inf:  # inf: metrics only
-            found["off_policy_mask_threshold"] = self._never_off_sampler
+            reasons["off_policy_mask_threshold"] = self._never_off_sampler
         if not self._takes_token_advantages:
-            found["step_advantage"] = Idle(f"the ratio of {loss_type} is of sequences", "Set loss_type='gspo_token'")
-        return found
+            reasons["step_advantage"] = Idle(f"the ratio of {loss_type} is of sequences", "Set loss_type='gspo_token'")
+        return reasons
 
     def _fill_unset(self) -> None:
         loss = self.loss

@@ -95,13 +95,13 @@ def marked(config: type, kind: type[_T]) -> dict[str, _T]:
 
     A class that declares an option again without the mark, such as a script's with another default, inherits it.
     """
-    found: dict[str, _T] = {}
+    marks: dict[str, _T] = {}
     for owner in reversed(config.__mro__):
         for name, annotation in inspect.get_annotations(owner).items():
             for mark in getattr(annotation, "__metadata__", ()):
                 if isinstance(mark, kind):
-                    found[name] = mark
-    return found
+                    marks[name] = mark
+    return marks
 
 
 @cache

@@ -20,6 +20,7 @@ from trl_steady.config.options import (
     Range,
     option,
 )
+from trl_steady.losses import LOSSES
 
 # about the advantages of groups
 _GROUP_OPTIONS = ("scale_rewards", "multi_objective_aggregation", "advantage_baseline", "step_advantage")
@@ -107,13 +108,13 @@ class PPOConfig(GRPOConfig):
     )
 
     def _idle_because(self) -> dict[str, Idle | None]:
-        found = super()._idle_because()
+        reasons = super()._idle_because()
         if self.mask_truncated_completions:
             for name in ("bootstrap_truncated", "missing_eos_penalty"):
-                found[name] = Idle("mask_truncated_completions=True", "Set mask_truncated_completions=False")
+                reasons[name] = Idle("mask_truncated_completions=True", "Set mask_truncated_completions=False")
         for name in _GROUP_OPTIONS:
-            found[name] = Idle("the critic gives the advantages", "")
-        return found
+            reasons[name] = Idle("the critic gives the advantages", "")
+        return reasons
 
     def _fill_unset(self) -> None:
         super()._fill_unset()
@@ -134,10 +135,11 @@ class PPOConfig(GRPOConfig):
         yield from super()._contradictions()
         level = self.importance_sampling_level or "token"
         if not self.loss.takes_token_advantages(level):
+            ours = [repr(name) for name, loss in LOSSES.items() if loss.is_ours and loss.advantages == "token"]
             yield (
                 f"loss_type={self.loss_type!r} with importance_sampling_level={level!r} does not work with PPO: only "
                 "the mean of a sequence's advantages would count. Leave importance_sampling_level unset, and set "
-                "loss_type to one of TRL's, 'gspo_token' or 'dppo'."
+                f"loss_type to one of TRL's or to {' or '.join(ours)}."
             )
         if self.beta_column and self.kl_coef:
             yield f"beta_column={self.beta_column!r} scales beta, not kl_coef={self.kl_coef}. Set kl_coef=0 and beta."

@@ -235,29 +235,31 @@ class SharedOptions(EngineOptions):
 
         `Needs` in the annotation of an option says what it needs. Here are reasons that depend on more than that.
         """
-        found: dict[str, Idle | None] = {}
+        reasons: dict[str, Idle | None] = {}
         for name, needs in marked(type(self), Needs).items():
-            found[name] = first_disabled(self, *needs.names)
-        found.update(self._engine_idle_because())
+            reasons[name] = first_disabled(self, *needs.names)
+        reasons.update(self._engine_idle_because())
         if self.router_replay_reference and self.router_replay and not self.has_reference:
-            found["router_replay_reference"] = Idle("beta=0.0, so that there is no reference", "Set beta above 0")
+            reasons["router_replay_reference"] = Idle("beta=0.0, so that there is no reference", "Set beta above 0")
         if self.skip_old_pass and not self.has_old_pass:
-            found["skip_old_pass"] = self._no_correction
+            reasons["skip_old_pass"] = self._no_correction
         if self.router_replay == "R2":
-            found["router_replay"] = self._never_off_policy
+            reasons["router_replay"] = self._never_off_policy
         if not self.truncations:
-            found["keep_sampling_mask"] = Idle("top_p, top_k and min_p keep every token", "Set top_p below 1")
+            reasons["keep_sampling_mask"] = Idle("top_p, top_k and min_p keep every token", "Set top_p below 1")
         if self.fp16:
-            found["skip_nonfinite_steps"] = Idle("fp16=True, whose loss scaler leaves such steps out", "Set bf16=True")
+            reasons["skip_nonfinite_steps"] = Idle(
+                "fp16=True, whose loss scaler leaves such steps out", "Set bf16=True"
+            )
         elif self.steps_in_backward:
             steps = f"optim={self.steps_in_backward!r} takes its steps in backward"
-            found["skip_nonfinite_steps"] = Idle(steps, "Set another optimizer")
+            reasons["skip_nonfinite_steps"] = Idle(steps, "Set another optimizer")
         is_short = self.ref_model_sync_kl is None and 0 < self.max_steps <= self.ref_model_sync_steps
         if self.sync_ref_model and is_short:
             ends = f"the run ends after max_steps={self.max_steps}"
             below = f"Set ref_model_sync_steps={self.ref_model_sync_steps} below max_steps"
-            found["sync_ref_model"] = Idle(ends, below)
-        return found
+            reasons["sync_ref_model"] = Idle(ends, below)
+        return reasons
 
     @property
     def _never_off_policy(self) -> Idle | None:
@@ -395,11 +397,11 @@ class SharedOptions(EngineOptions):
     @property
     def truncations(self) -> list[str]:
         """Settings that exclude tokens from sampling, such as "top_p=0.9"."""
-        found: list[str] = []
+        settings: list[str] = []
         for name, value in self.sampling.items():
             if name in TRUNCATIONS and TRUNCATIONS[name](value):
-                found.append(f"{name}={value!r}")
-        return found
+                settings.append(f"{name}={value!r}")
+        return settings
 
     @property
     def weightings(self) -> list[str]:

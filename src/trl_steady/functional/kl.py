@@ -74,3 +74,4 @@ def k3(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor | None = None) -> Ten
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+"""`kl_estimator` -> its function. The policy loss adds `beta` times its values."""

@@ -1,4 +1,7 @@
-"""The value that a reward function may return for a completion instead of one number: a reward for each step."""
+"""The value that a reward function may return for a completion instead of one number: a reward for each step.
+
+`features/step_rewards/feature.py` takes it.
+"""
 
 import math
 import operator

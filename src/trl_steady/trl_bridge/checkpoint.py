@@ -116,7 +116,7 @@ class Checkpoints:
         window = {
             "run": self._run_id(),
             "settings": window_settings(trainer),
-            "position": self._trl._step,
+            "position": self._trl._step,  # micro-batches so far
             "rollouts": None if is_before_generation(trainer) else self._trl._buffered_inputs,
             "metrics": dict(self._trl._metrics["train"]),
             "pool": trainer.metrics.state(),
@@ -134,7 +134,8 @@ class Checkpoints:
 
     def _move_into_place(self, unfinished: Path, checkpoint: Path) -> None:
         """Write the manifest and rename the folder, when all processes have written their files."""
-        accelerator, run = self._trainer.accelerator, self._run_id()
+        accelerator = self._trainer.accelerator
+        run = self._run_id()
         if accelerator.process_index in self._movers(unfinished):
             if checkpoint.exists():  # from a run that was later resumed at an earlier checkpoint
                 os.replace(checkpoint, unfinished.parent / "replaced")
@@ -191,8 +192,9 @@ class Checkpoints:
         Raises:
             ValueError: The run cannot continue exactly.
         """
-        trainer, self.last = self._trainer, checkpoint
-        self._run = read_manifest(checkpoint).run
+        trainer = self._trainer
+        self.last = checkpoint
+        self._run = read_manifest(checkpoint).run  # "" if trl-steady has not written the checkpoint
         for feature in trainer.features:
             feature.load_state(checkpoint)
         self._skip_epochs(checkpoint)
@@ -223,9 +225,13 @@ class Checkpoints:
             )
 
     def _load_window(self, checkpoint: Path) -> dict[tuple[str, str], list[float]]:
-        """Restore the rollouts in use, and return the totals of metrics."""
+        """Restore the rollouts in use, and return the totals of metrics.
+
+        TRL's `_prepare_inputs` then takes its next micro-batch, by `_step`, from `_buffered_inputs`, or generates.
+        """
         trainer = self._trainer
-        interval, file = generation_interval(trainer), checkpoint / self._window_file()
+        interval = generation_interval(trainer)  # micro-batches from one rollout to the next
+        file = checkpoint / self._window_file()
         if not file.is_file():
             if self._micro_batches_of_epoch() % interval:
                 raise ValueError(
@@ -237,7 +243,8 @@ class Checkpoints:
         window = read_state(file, trainer.accelerator.device.type)
         if self._run and window["run"] != self._run:
             raise ValueError(f"{file} is of another run than the rest of the checkpoint. Copy the checkpoint again.")
-        before, now = window["settings"], window_settings(trainer)
+        before = window["settings"]
+        now = window_settings(trainer)
         changed = changed_settings(before, now)
         if changed and window["rollouts"] is not None:
             lines = [f"\n  {name}={before[name]!r}; this run has {name}={now[name]!r}" for name in changed]
@@ -262,7 +269,8 @@ class Checkpoints:
 
     def _micro_batches_of_epoch(self) -> int:
         """Return the number of micro-batches since the epoch began. The last step of an epoch may have fewer."""
-        steps, args = self._trainer.state.global_step, self._trainer.args
+        args = self._trainer.args
+        steps = self._trainer.state.global_step
         if self.sampler is not None:
             samples = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
             micro_batches = len(cast(Sized, self.sampler)) // samples

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from trl_steady.losses import LOSSES
 from trl_steady.trl_bridge.overrides import names_in
 
 
@@ -25,6 +26,7 @@ class Needed(NamedTuple):
 def needed() -> Iterator[Needed]:
     """Yield the functions of `names.toml`, one of both trainers once for each."""
     for group in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["needed"]:
+        settings = [_with_losses(setting) for setting in group["settings"]]
         for path, uses in group["functions"].items():
             owner, _, name = path.rpartition(".")
             parameters = " ".join(uses.get("takes", "").split())
@@ -33,7 +35,18 @@ def needed() -> Iterator[Needed]:
             if owner == "*":
                 kinds = ["GRPOTrainer", "RLOOTrainer"]
             for kind in kinds:
-                yield Needed(group["settings"], kind, name, known, set(uses.get("names", "").split()))
+                yield Needed(settings, kind, name, known, set(uses.get("names", "").split()))
+
+
+def _with_losses(setting: str) -> str:
+    """Return the setting with the names of the losses that it stands for."""
+    if setting == "loss_type=OURS":
+        names = [name for name, loss in LOSSES.items() if loss.is_ours]
+    elif setting == "loss_type=OWN_TERM":
+        names = [name for name, loss in LOSSES.items() if loss.policy_term is not None]
+    else:
+        return setting
+    return f"loss_type={'/'.join(sorted(names))}"
 
 
 def missing_from_trl() -> dict[str, str]:

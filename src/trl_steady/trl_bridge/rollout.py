@@ -1,4 +1,4 @@
-"""The passes, logs and options of TRL's rollout method, and a rollout outside training.
+"""The passes and logs of TRL's rollout method, and a rollout outside training.
 
 This file knows TRL's private state of a rollout.
 """
@@ -29,11 +29,6 @@ def without_old_log_probs(trainer: Trainer) -> AbstractContextManager[None]:
         return patched(trainer, ZERO_LOG_PROBS)
     # GRPO runs it in a rollout that feeds one update only for its engine correction
     return patched(trainer, {"vllm_importance_sampling_correction": False})
-
-
-def without_scale(trainer: Trainer) -> AbstractContextManager[None]:
-    """Let TRL's rollout subtract the mean of a group, and divide by nothing."""
-    return patched(trainer, {"scale_rewards": "none"})  # TRL raises for other values than its own
 
 
 def _zero_log_probs(_: object, input_ids: Tensor, __: object, width: int, *___: object, **____: object) -> LogProbs:

@@ -39,14 +39,14 @@ vllm_generation = sys.modules[VLLMGeneration.__module__]
 
 @contextmanager
 def steady_engine(
-    extras: Sequence[EngineOutput], sync: AdapterSync | None, clock: Clock, given: Mapping[str, object]
+    extras: Sequence[EngineOutput], sync: AdapterSync | None, clock: Clock, engine_kwargs: Mapping[str, object]
 ) -> Generator[None]:
     """Give each of TRL's trainers that is built inside this context an engine of ours, with these arguments of vLLM's.
 
     Raises:
         ValueError: vLLM cannot be built with the data that a feature wants, or with these arguments.
     """
-    build = functools.partial(SteadyGeneration, extras=extras, sync=sync, clock=clock, given=given)
+    build = functools.partial(SteadyGeneration, extras=extras, sync=sync, clock=clock, engine_kwargs=engine_kwargs)
     grpo, rloo = TRAINER_MODULES
     with patched(grpo, {"VLLMGeneration": build}), patched(rloo, {"VLLMGeneration": build}):
         yield
@@ -60,8 +60,8 @@ class SteadyGeneration(VLLMGeneration):
             and merged weights will not do.
     """
 
-    adapter: AdapterSync | None = None
-    """Sends the adapter; None if all weights are sent."""
+    adapter_sync: AdapterSync | None = None
+    """Sends the adapter alone, which the engine has taken; None if all weights are sent."""
     respond: Callable[[SendRequest, Mapping[str, Any]], GenerationResult] | None = None
     """Returns the result of a request, which its first argument would send. It is set on the main process only."""
     before_sync: Callable[[], None] | None = None
@@ -73,19 +73,19 @@ class SteadyGeneration(VLLMGeneration):
         extras: Sequence[EngineOutput],
         clock: Clock,
         sync: AdapterSync | None = None,
-        given: Mapping[str, object] = MappingProxyType({}),
+        engine_kwargs: Mapping[str, object] = MappingProxyType({}),
         **keywords: Any,
     ) -> None:
         self._extras = extras
         self._clock = clock
-        self._sync = sync
-        self._given = given
+        self._wanted_sync = sync
+        self._engine_kwargs = engine_kwargs
         self._extra_values: dict[str, list[Any]] = {}
         super().__init__(*arguments, **keywords)
 
     def _init_vllm(self) -> None:
         """Build the engine for the adapter alone, or for merged weights if it cannot serve the adapter."""
-        sync = self._sync
+        sync = self._wanted_sync
         if sync is None or not is_peft_model(self.model):
             self._build({})
             return
@@ -110,7 +110,7 @@ class SteadyGeneration(VLLMGeneration):
         if why_not := first_reason(why_not):
             self._merge_instead(sync, why_not)
             return
-        self.adapter = sync
+        self.adapter_sync = sync
         if self.mode == "colocate":
             self._add_adapter_to_requests()
 
@@ -143,13 +143,13 @@ class SteadyGeneration(VLLMGeneration):
         for extra in self._extras:
             flags[extra.flag] = True
             options.append(extra.option)
-        if self._given:
-            options.append(f"vllm_engine_kwargs={self._given!r}")
+        if self._engine_kwargs:
+            options.append(f"vllm_engine_kwargs={self._engine_kwargs!r}")
         llm_class = cast(Any, getattr(vllm_generation, "LLM", object))  # missing if vLLM is; TRL then raises an error
 
         def build(**trl_arguments: object) -> Any:
             try:
-                llm = llm_class(**{**flags, **trl_arguments, **self._given})
+                llm = llm_class(**{**flags, **trl_arguments, **self._engine_kwargs})
             except (TypeError, ValueError) as error:
                 if not options:
                     raise
@@ -186,7 +186,7 @@ class SteadyGeneration(VLLMGeneration):
             if hasattr(self.llm, name):
                 vars(self.llm)[name] = functools.partial(with_request, getattr(self.llm, name))
 
-    def whole(self, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
+    def gathered(self, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
         """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
         return self._dist.gather_params(parameters)
 
@@ -199,10 +199,10 @@ class SteadyGeneration(VLLMGeneration):
         with self._clock.phase("sync"):
             if self.before_sync is not None:
                 self.before_sync()
-            if self.adapter is None:
+            if self.adapter_sync is None:
                 super().sync_weights()
             else:
-                self._send_adapter(self.adapter)
+                self._send_adapter(self.adapter_sync)
 
     def generate(self, prompts: list[Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and store the extra data."""

@@ -87,7 +87,7 @@ def _window_options(args: Any) -> Iterator[str]:
         for name in names:
             if getattr(args, needed) and hasattr(args, name):
                 yield name
-    yield from args.options_in_rollout
+    yield from args.options_in_rollout  # ours: those that the config marks with `IN_ROLLOUT` and that act
 
 
 def as_json(value: Any) -> Any:

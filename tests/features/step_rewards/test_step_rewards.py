@@ -135,8 +135,8 @@ def test_one_step_at_the_end_trains_as_a_float_does(
     assert without == tiny.history(whole)
     before, after = tiny.parameters(whole), tiny.parameters(steps)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    assert not whole.feature(StepRewardsFeature).last_rollout
-    assert steps.feature(StepRewardsFeature).last_rollout[2].dim() == 2
+    assert not whole.feature(StepRewardsFeature).rollout_with_steps
+    assert steps.feature(StepRewardsFeature).rollout_with_steps[2].dim() == 2
 
 
 @pytest.mark.parametrize("formula", ["process", "return_to_go"])

@@ -67,11 +67,15 @@ class Adapters(Feature):
                 "vllm_adapter_sync=False: vllm_mode='colocate' quantises the engine like the base, and it cannot take "
                 "merged weights. Leave it unset, or serve the unquantised model and set vllm_mode='server'."
             )
-        if getattr(trainer.vllm_generation, "adapter", None) is None:  # the engine has not taken it
+        sync = getattr(trainer.vllm_generation, "adapter_sync", None)
+        if sync is None:  # the engine has not taken the adapter
             trainer.vllm_generation.replace_weights(functools.partial(self._merged, model))
 
     def adapter_sync(self, args: SharedOptions) -> LoraSync | None:
-        """Send the adapter alone, unless the user wants merged weights."""
+        """Send the adapter alone, unless the user wants merged weights.
+
+        The engine, `SteadyGeneration` in `trl_bridge/vllm.py`, calls what this method returns.
+        """
         asked = args.vllm_adapter_sync
         if not args.use_vllm or asked is False:
             return None
@@ -85,7 +89,7 @@ class Adapters(Feature):
         trainer = self.trainer
         is_quantised = BaseModel(model).is_quantised
         if is_quantised or trainer.accelerator.distributed_type != DistributedType.FSDP:
-            with trainer.vllm_generation.whole(list(model.parameters())):
+            with trainer.vllm_generation.gathered(list(model.parameters())):
                 try:
                     weights = merged_weights(model)
                 except ValueError as error:

@@ -73,7 +73,7 @@ class LoraSync:
     def prepare(self, engine: SteadyGeneration) -> dict[str, object]:
         """Return vLLM's options for a colocated engine that serves the adapter, or raise a `NotServedError`."""
         policy = _policy(engine)
-        if why_not := why_not_served(policy, engine.mode, engine.whole):
+        if why_not := why_not_served(policy, engine.mode, engine.gathered):
             raise NotServedError(why_not)
         rank = cast(LoraConfig, policy.active_peft_config).r
         built_for = min(largest for largest in _RANKS if largest >= rank)
@@ -84,7 +84,7 @@ class LoraSync:
 
         The engine forgets the version before. A server gets the adapter's name with each request of TRL's client.
         """
-        state = adapter_state(_policy(engine), engine.whole)
+        state = adapter_state(_policy(engine), engine.gathered)
         if engine.mode == "colocate":
             return self._send_to_process(engine, state)
         failure = [""]
@@ -174,6 +174,7 @@ def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
         return (
             "vLLM quantises with bnb_4bit_quant_type='nf4' and bnb_4bit_use_double_quant=True, and the policy does not"
         )
+    # the engine loads its own base, from the checkpoint
     return base.why_not_checkpoint(gather)
 
 

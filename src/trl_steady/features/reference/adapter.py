@@ -7,8 +7,13 @@ from peft import PeftModel
 
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.reference.tensors import paired, refresh
-from trl_steady.trl_bridge import models
-from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, keep_base, keep_parameters
+from trl_steady.trl_bridge.models import (
+    POLICY_ADAPTER,
+    REFERENCE_ADAPTER,
+    keep_base,
+    keep_parameters,
+    keep_random_state,
+)
 
 _REFRESHABLE = ("LORA", "LOHA", "LOKR", "IA3")
 
@@ -16,14 +21,14 @@ _REFRESHABLE = ("LORA", "LOHA", "LOKR", "IA3")
 def add_reference_adapter(model: PeftModel) -> None:
     """Add the reference to a PEFT model as an adapter `ref` that equals the current policy.
 
-    Nothing else in the model changes. If TRL has already made an adapter `ref` from a loaded adapter, it is kept and
-    gets the policy's dtype.
+    TRL's rollout scores the reference with the adapter of this name. Nothing else in the model changes. If TRL has
+    already made an adapter `ref` from a loaded adapter, it is kept and gets the policy's dtype.
     """
     refuse_unsupported_adapters(model)
     if REFERENCE_ADAPTER not in model.peft_config:
         config = copy.deepcopy(model.peft_config[POLICY_ADAPTER])
-        # keep the random state, so that rollouts are the same as without a reference adapter
-        with keep_parameters(model), keep_base(config), models.keep_random_state():
+        # PiSSA would change the base again, and other random numbers would change the rollouts
+        with keep_parameters(model), keep_base(config), keep_random_state():
             model.add_adapter(REFERENCE_ADAPTER, config)
     end_dropout(model)
     pairs = paired(model)

@@ -85,7 +85,7 @@ class ReferenceRefreshCallback(TrainerCallback):
         # the rule that asks for a refresh, and the KL of the last update
         self._due: str | None = None
         self._kl: float | None = None
-        self._seen = 0
+        self._values_before = 0  # of the metric, in earlier steps since the last log
         _refuse(self)
         model: torch.nn.Module = self.trainer.model
         if isinstance(model, PeftModel):
@@ -117,14 +117,14 @@ class ReferenceRefreshCallback(TrainerCallback):
                 trl_state.set_metric(self.trainer, "ref/refresh_kl", self._kl)
             self.refreshes.append(Refresh(state.global_step, self._kl, self._due))
             self._due = None
-        self._seen = trl_state.metric_count(self.trainer, self.metric)
+        self._values_before = trl_state.metric_count(self.trainer, self.metric)
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Check the rules, and mark a refresh as due if one has fired."""
         is_on_time = self.steps is not None and state.global_step % self.steps == 0
         # reading a KL of our own makes processes wait for one another
         if trl_state.metrics_are_settled(self.trainer) or self._due or is_on_time or self.kl_limit is not None:
-            values = trl_state.metric_values(self.trainer, self.metric)[self._seen :]
+            values = trl_state.metric_values(self.trainer, self.metric)[self._values_before :]
             if values:
                 self._kl = sum(values) / len(values)
                 if self._due is None and self.kl_limit is not None and self._kl > self.kl_limit:

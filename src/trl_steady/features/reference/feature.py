@@ -1,4 +1,7 @@
-"""The KL reference and its refreshes: it is created, saved, restored and kept out of what is saved as the policy."""
+"""The KL reference and its refreshes: it is created, saved, restored and kept out of what is saved as the policy.
+
+`callback.py` decides when the reference moves, and `tensors.py` moves it. With PEFT, `adapter.py` makes it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +70,7 @@ class Reference(Feature):
             call_next(construction)
 
     def on_init_end(self) -> None:
-        """Create the reference."""
+        """Create the reference, and the callback that refreshes it."""
         trainer, model, args = self.trainer, self.trainer.model, self.args
         if args.has_reference and isinstance(model, PeftModel):
             self._complete(model)
@@ -84,7 +87,7 @@ class Reference(Feature):
             trl_trainer.add_callback(self.callback)
 
     def _complete(self, model: PeftModel) -> None:
-        """Let the reference be the policy as it was given."""
+        """Complete what TRL's constructor has made of the reference, so that it is the policy as it was given."""
         if REFERENCE_ADAPTER in model.peft_config:
             end_dropout(model)
             for name, policy in model.named_parameters():  # TRL copies names with ".default." in the middle only

@@ -74,7 +74,7 @@ def refresh(pairs: Iterable[Pair], alpha: float) -> None:
     sharded reference keeps its own dtype.
     """
     for _, policy, reference in pairs:
-        with _whole((policy, reference), write=True):
+        with _gathered((policy, reference), write=True):
             if reference.dtype != policy.dtype and not _is_sharded(reference):
                 reference.data = reference.data.to(policy.dtype)
             source = _local(policy)
@@ -93,7 +93,7 @@ def gather(pairs: Iterable[Pair], *, keep: bool = True) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for name, _, reference in pairs:
-        with _whole((reference,), write=False):
+        with _gathered((reference,), write=False):
             whole = models.whole(reference)
             if keep:
                 tensors[name] = whole.to("cpu", copy=True).contiguous()
@@ -107,7 +107,7 @@ def restore(pairs: Sequence[Pair], tensors: Mapping[str, Tensor]) -> None:
     expected = {pair.name: getattr(pair.reference, "ds_shape", pair.reference.shape) for pair in pairs}
     refuse_other_shapes(tensors, expected, "the saved reference")
     for name, _, reference in pairs:
-        with _whole((reference,), write=True):
+        with _gathered((reference,), write=True):
             if _is_sharded(reference):
                 models.assign(reference, tensors[name])
             else:  # restores the dtype too
@@ -123,7 +123,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _whole(tensors: tuple[Tensor, ...], *, write: bool) -> Generator[None]:
+def _gathered(tensors: tuple[Tensor, ...], *, write: bool) -> Generator[None]:
     """Gather parameters that DeepSpeed ZeRO-3 has partitioned, until the context ends."""
     partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not partitioned:

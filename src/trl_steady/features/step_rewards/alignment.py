@@ -30,7 +30,7 @@ class Completion(NamedTuple):
     """The completion as reward functions get it: text, or a list of messages."""
     ids: Sequence[int]
     """(T,) token ids without padding."""
-    is_own: Sequence[bool]
+    is_sampled: Sequence[bool]
     """(T,) True = a loss token: the model wrote it, and it is not masked out."""
 
 
@@ -128,14 +128,14 @@ def token_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrained
 
 
 def _turn_ends(steps: StepRewards, completion: Completion) -> list[int]:
-    if not any(completion.is_own):  # masked out: the others' baseline needs its rewards, but not its true ends
+    if not any(completion.is_sampled):  # masked out: the others' baseline needs its rewards, but not its true ends
         ends = list(steps.ends)
         if ends:
             ends[-1] = len(completion.ids)
         return ends
     ends: list[int] = []
-    for end, (is_own, is_next_own) in enumerate(pairwise([*completion.is_own, False]), start=1):
-        if is_own and not is_next_own:
+    for end, (is_sampled, next_is_sampled) in enumerate(pairwise([*completion.is_sampled, False]), start=1):
+        if is_sampled and not next_is_sampled:
             ends.append(end)
     if len(steps.values) != len(ends):
         raise ValueError(

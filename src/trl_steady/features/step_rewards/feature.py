@@ -41,8 +41,9 @@ _NOTHING = _Returned(torch.empty(0, 0), [], [], {})
 class StepRewardsFeature(Feature):
     """Takes `StepRewards` from reward functions, and refuses rewards that are infinite or would be ignored.
 
-    In GRPO, `Advantages` asks for advantages (B, T) of steps, relative to the group's other completions. In PPO the
-    critic reads the steps from here. RLOO has one advantage per sequence, and refuses steps.
+    Rewards pass `process_rewards`, then TRL, then `on_rewards`. In GRPO, `features/advantages.py` asks for
+    `group_advantages` when the rollout is complete. In PPO the critic asks for `own_steps`. RLOO has one advantage per
+    sequence, and refuses steps.
     """
 
     args: SharedOptions
@@ -51,8 +52,8 @@ class StepRewardsFeature(Feature):
         super().__init__(trainer, args)
         self._steps: dict[tuple[int, int], StepRewards] = {}  # until all reward functions have returned
         self._returned = _NOTHING
-        self.last_rollout: tuple[Tensor, ...] = ()
-        """Ids, mask and advantages (B, T) of the last rollout with `StepRewards`, on any process."""
+        self.rollout_with_steps: tuple[Tensor, ...] = ()
+        """Ids, mask and advantages (B, T) of the last rollout in which any process got `StepRewards`. Empty before."""
         self._none_count: dict[int, int] = {}  # reward function -> completions for which it returned None
         self._returned_nan: set[int] = set()
 
@@ -60,7 +61,7 @@ class StepRewardsFeature(Feature):
     def last_step_advantages(self) -> list[list[tuple[str, float]]]:
         """See the property of `GRPOTrainer`."""
         completions: list[list[tuple[str, float]]] = []
-        for ids, mask, values in zip(*self.last_rollout, strict=True):
+        for ids, mask, values in zip(*self.rollout_with_steps, strict=True):
             text, offsets = text_and_offsets(text_tokenizer(self.trainer), ids[mask].tolist())
             pieces = [text[start:end] for start, end in pairwise(offsets)]
             completions.append(list(zip(pieces, values[mask].tolist(), strict=True)))
@@ -147,17 +148,18 @@ class StepRewardsFeature(Feature):
 
     def warn_without_steps(self, formula: str) -> None:
         """Warn that `step_advantage` has no effect, if no rollout so far had steps."""
-        if not self.last_rollout and self.trainer.accelerator.is_main_process:
+        if not self.rollout_with_steps and self.trainer.accelerator.is_main_process:
             self.warn(
                 f"step_advantage={formula!r} has no effect in this rollout, because no reward function returned "
                 "StepRewards. Return them, or leave step_advantage unset."
             )
 
     def group_advantages(self, rollout: Rollout, formula: str) -> Tensor:
-        """Return advantages (B, T) of the sampled tokens."""
+        """Return advantages (B, T) of the sampled tokens, relative to the group's other completions."""
         trainer, mask = self.trainer, rollout.is_sampled
         completions: list[RewardedCompletion] = gather_object(self._completions(mask))
-        cover = formula == "return_to_go"
+        cover = formula == "return_to_go"  # it needs each token in a step
+        # (N, S) weighted sums over the reward functions, and the ends of the steps
         table = tabulate(completions, self._returned.rewards, trainer.reward_weights, cover=cover)
         scale = trainer.scale_rewards
         if scale == "mean":  # `Advantages` divides
@@ -168,6 +170,7 @@ class StepRewardsFeature(Feature):
         for completion in completions[own]:
             counts += map(len, completion.steps.values())
         trainer.metrics.pooled(sums={"steps/mean_count": torch.tensor([sum(counts), len(counts)])})
+        # a token gets the advantage of the step in which it begins
         return advantages.per_token(step_advantages[own], table.ends[own], mask.size(1)) * mask
 
     def own_steps(self, mask: Tensor) -> StepTable:
@@ -181,7 +184,7 @@ class StepRewardsFeature(Feature):
         if values.dim() == 1:
             values = values.unsqueeze(1)
         per_token = values * rollout.is_sampled
-        self.last_rollout = rollout.samples["completion_ids"].cpu(), rollout.is_sampled.cpu(), per_token.cpu()
+        self.rollout_with_steps = rollout.samples["completion_ids"].cpu(), rollout.is_sampled.cpu(), per_token.cpu()
 
     def _completions(self, mask: Tensor) -> list[RewardedCompletion]:
         """Return this process's completions with the ends of their steps in tokens."""
@@ -190,13 +193,13 @@ class StepRewardsFeature(Feature):
     def _completion(self, index: int, mask: list[bool]) -> RewardedCompletion:
         content = self._returned.completions[index]
         ids = self._returned.completion_ids[index]
-        is_own = mask[: len(ids)]
-        own_end = max((t + 1 for t, is_sampled in enumerate(is_own) if is_sampled), default=0)
+        is_sampled = mask[: len(ids)]
+        sampled_end = max((t + 1 for t, counts in enumerate(is_sampled) if counts), default=0)
         steps: dict[int, list[tuple[int, float]]] = {}
         for function, name in enumerate(self.trainer.reward_func_names):
             rewards = self._returned.steps.get((index, function))
             if rewards is not None:
-                completion = Completion(f"completion {index} of reward function {name!r}", content, ids, is_own)
+                completion = Completion(f"completion {index} of reward function {name!r}", content, ids, is_sampled)
                 ends = token_ends(rewards, completion, text_tokenizer(self.trainer))
                 steps[function] = list(zip(ends, rewards.values, strict=True))
-        return RewardedCompletion(len(ids), own_end, steps)
+        return RewardedCompletion(len(ids), sampled_end, steps)

@@ -17,7 +17,7 @@ class RewardedCompletion(NamedTuple):
 
     tokens: int
     """Number of tokens."""
-    own_end: int
+    sampled_end: int
     """Exclusive end of the last loss token."""
     steps: Mapping[int, Sequence[tuple[int, float]]]
     """Reward function -> (end in tokens, reward) of each step. Functions without `StepRewards` are missing."""
@@ -59,8 +59,8 @@ def tabulate(completions: Sequence[RewardedCompletion], scalars: Tensor, weights
                 at_end[function] = at_end.get(function, 0.0) + value
         has_reward = not all(map(math.isnan, numbers))
         last_end = max(by_end, default=-1)
-        if cover and has_reward and last_end < completion.own_end:
-            by_end[completion.own_end] = {0: 0.0}  # any function will do
+        if cover and has_reward and last_end < completion.sampled_end:
+            by_end[completion.sampled_end] = {0: 0.0}  # any function will do
         rows.append(sorted(by_end.items()))
 
     functions = scalars.size(1)
