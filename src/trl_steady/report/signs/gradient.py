@@ -67,7 +67,7 @@ def gradient_zero(history: History) -> Found | None:
     """Find rollouts of which no update has a gradient, unless their answers are right, or chance explains it."""
     steps, values = blocks(history, "grad_norm", 1.0)  # recorded runs of GSPO clip everything in some updates
     is_zero = values < 1e-8
-    if "reward" in history.keys:
+    if "reward" in history.keys and not history.is_flagged("reward", "kept_only"):
         solved = is_solved(blocks(history, "reward").values)
         count = min(len(solved), len(is_zero))
         is_zero[:count] &= ~solved[:count]

@@ -44,12 +44,12 @@ def groups_all_right(history: History) -> Found | None:
 def groups_all_wrong(history: History) -> Found | None:
     """Find groups whose answers are nearly all wrong, of a policy that has never been better."""
     found, place, _ = _equal_groups(history)
-    values = blocks(history, "reward", None).values
     if found is None or place > 0.25:
         return None
-    best = max(part.mean() for part in np.array_split(values, 6))
-    has_been_better = is_share(values) and best > 0.25
-    return None if has_been_better else found
+    level = [part.mean() for part in np.array_split(blocks(history, "reward", None).values, 6)]
+    if max(level) > 2 * level[-1] + 0.05:
+        return None
+    return found
 
 
 def groups_alike(history: History) -> Found | None:
@@ -105,7 +105,7 @@ def all_cut_off(history: History) -> bool:
 
 
 def one_length(history: History) -> Found | None:
-    """Find answers that have one length in nearly all logs: a limit. Old versions of TRL do not log what is cut off."""
+    """Find answers that have one length in nearly all logs: a limit. Old versions of TRL do not log the cut ones."""
     steps, values = history["completions/mean_length"].finite
     if len(values) < 6 or values.max() <= 1:
         return None

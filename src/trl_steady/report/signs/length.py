@@ -42,13 +42,19 @@ def answers_cut_off(history: History) -> Found | None:
     if found is None:
         return None
     first = blocks(history, found.metric).steps[0]
-    return found._replace(facts={"cut_off_from_start": found.since <= first, "reward_rises": _rises(history)})
+    is_worth_it = _rises(history) and not _pays(history)
+    return found._replace(facts={"cut_off_from_start": found.since <= first, "reward_rises": is_worth_it})
 
 
 def _rises(history: History) -> bool:
     values = blocks(history, "reward", None).values
     third = len(values) // 3
     return third > 0 and change(values, third, third).z > 2
+
+
+def _pays(history: History) -> bool:
+    """Tell whether the reward pays for length: then a higher limit feeds it."""
+    return _LENGTH in history.keys and length_rewarded(history) is not None
 
 
 def answers_grow(history: History) -> Found | None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from trl_steady.report.history import History, counted
-from trl_steady.report.signs.common import Found, mean_of, never_a_number
+from trl_steady.report.signs.common import Found, mean_of, never_a_number, of_all_groups
 from trl_steady.report.signs.reward import is_solved, learns, learnt, starts_high
 from trl_steady.report.statistics import (
     HEALTHY_TREND,
@@ -27,7 +27,7 @@ def grows(history: History, key: str, unit: str, floor: float, least: int = 6, f
     `floor` is the least amount by which it must have grown: twice as much of nearly nothing is nothing.
     """
     steps, values = mean_of(history, key)
-    if len(values) < 6 or learns(history):
+    if len(values) < 6:
         return None
     level = sixths(values)
     first = min(float(np.median(values[:3])), level[0])
@@ -35,7 +35,7 @@ def grows(history: History, key: str, unit: str, floor: float, least: int = 6, f
     grown = last - first
     has_doubled = grown >= max(first, floor) and grown > 2 * noise(values) and len(values) >= least
     where = stretch(values > min((first + last) / 2, far))
-    if where is None or not (has_doubled or last >= far):
+    if where is None or not (has_doubled or last >= far) or learns(history):
         return None
     return Found(int(steps[where.start]), key, f"{first:.3g} to {last:.3g} {unit}")
 
@@ -73,13 +73,13 @@ def entropy_collapses(history: History) -> Found | None:
     """Find an entropy that will be a tenth of its highest level within this run, without a reward that rises."""
     mean_of(history, "entropy")
     steps, values = history["entropy"].finite
-    if learns(history) or len(learnt(history).values) < 10 or len(values) < 12:  # healthy runs would print it
+    if len(values) < 12 or len(learnt(history).values) < 10:  # healthy runs would print it
         return None
     level = np.maximum(sixths(values), 1e-12)
     first = max(level.max(), float(np.median(values[:3])))
     last = level[-1]
     where = stretch(values < level.max() / 2)
-    if last > first / 4:  # as far as recorded and real runs that learn have come
+    if last > first / 4 or learns(history):  # recorded and real runs that learn come as far as a quarter
         return None
     # the middles of the two sixths are a third of the run apart
     slope = 3 * math.log(last / level[3]) / max(steps[-1] - steps[0], 1)
@@ -160,9 +160,10 @@ def kl_rises(history: History) -> Found | None:
 
 def _rises_after_the_reward(history: History) -> Found | None:
     """Find a KL that doubles, and grows by half a nat, in a third of the run or more that has gained nothing."""
+    of_all_groups(history, "reward")
     steps, kl = mean_of(history, "kl")
     rewards = learnt(history)
-    if len(rewards.values) < 36 or len(kl) < 36:
+    if len(rewards.values) < 36 or len(kl) < 36 or np.ptp(kl) < 0.5:
         return None
     smooth = running_median(rewards.values)
     best = smooth.max() - noise(rewards.values)

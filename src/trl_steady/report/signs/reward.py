@@ -10,9 +10,11 @@ from trl_steady.report.statistics import HEALTHY_TREND, Fall, blocks, change, de
 
 TOP_QUARTER = 0.75
 """A share above it has little room to rise: at most a third more can be gained."""
-SURE_FALL = 8.0
-"""Standard errors of a fall. A real run that went on to learn had a dip of 6.8, and those that are lost end above 14."""
-SURE_LOSS = 6.0
+SURE_FALL = 6.0
+"""Standard errors of a fall to half, at the end of a run. Real runs that learn end below 5.1, lost ones above 14."""
+SURE_DIP = 8.0
+"""Standard errors of one while a run trains, and may recover. A real run that went on to learn had a dip of 6.8."""
+SURE_LOSS = 5.0
 """Standard errors of a fall to less than a tenth."""
 ONE_SIDED = 1.64
 """Standard errors that a mean is off by in one of 20 cases, in one direction."""
@@ -35,17 +37,24 @@ def is_solved(reward: np.ndarray) -> np.ndarray:
     return (reward >= 0.9) & is_share(reward)
 
 
-def as_share(values: np.ndarray) -> np.ndarray | None:
-    """Return a reward as a share of its range; None if its range is not known.
+def _worst(values: np.ndarray) -> float | None:
+    """Return the worst reward that is possible: 0 or -1, or None if it is not known."""
+    lowest = values.min(initial=0)
+    if lowest >= 0:
+        return 0.0
+    if lowest >= -1 and values.max(initial=0) <= 1:
+        return -1.0
+    return None
 
-    The range is 0 to 1 or -1 to 1 if all values are in it. Else, the best value is known if several logs have it.
+
+def as_share(values: np.ndarray) -> np.ndarray | None:
+    """Return a reward as a share of its range, or None if that is not known.
+
+    The best reward is 1, or one above that several logs have.
     """
-    best = values.max(initial=0)
-    worst = min(values.min(initial=0), 0.0)
-    if best <= 1 and worst >= -1:
-        best = 1.0
-        worst = min(math.floor(worst), 0)
-    elif (values == best).sum() < 2:
+    worst = _worst(values)
+    best = max(values.max(initial=0), 1.0)
+    if worst is None or (best > 1 and (values == best).sum() < 2):
         return None
     return (values - worst) / (best - worst)
 
@@ -63,7 +72,7 @@ def starts_high(values: np.ndarray) -> bool:
 def learns(history: History) -> bool:
     """Tell whether the reward has risen and stays up, or is near its top, or cannot be judged: yet, or at all."""
     values = learnt(history).values
-    if len(values) < 6:
+    if len(values) < 6 or history.is_flagged("reward", "kept_only"):
         return True
     spread = history.finite_values("reward_std")
     if np.ptp(values) < 0.01 * spread.max(initial=0):  # each group's mean is subtracted
@@ -123,7 +132,7 @@ def reward_missing(history: History) -> Found | None:
 
 def reward_constant(history: History) -> Found | None:
     """Find a reward that is the same in each log, of at least two, and in each group if that is logged."""
-    steps, values = history["reward"].finite
+    steps, values = history[of_all_groups(history, "reward")].finite
     spread = history.finite_values("reward_std")
     if len(values) < 2 or np.ptp(values) or spread.any():
         return None
@@ -180,7 +189,7 @@ def _is_earned(history: History, key: str, value: float) -> bool:
 def reward_falls(history: History) -> Found | None:
     """Find a reward that was good, and has fallen to half of that for good."""
     steps, values = blocks(history, of_all_groups(history, "reward"), None)
-    fall = _lasting_fall(values, usual_spread(history))
+    fall = _lasting_fall(history, values, usual_spread(history))
     if fall is None:
         return None
     return Found(int(steps[fall.start]), "reward", f"{fall.high:.3g} before, {fall.low:.3g} since")
@@ -189,28 +198,29 @@ def reward_falls(history: History) -> Found | None:
 def reward_part_falls(history: History) -> Found | None:
     """Find a reward function that falls to half for good while another rises, and the total does not fall."""
     functions = _functions(history)
-    if len(functions) < 2 or reward_falls(history) is not None:
+    if len(functions) < 2:
         return None
     rising: list[str] = []
     falling: list[tuple[str, int, Fall]] = []
     for key in functions:
         steps, values = blocks(history, key, None)
         spread = history.finite_values(key.removesuffix("mean") + "std")
-        fall = _lasting_fall(values, float(spread.mean()) / 2 if len(spread) else 0.0)
+        fall = _lasting_fall(history, values, float(spread.mean()) / 2 if len(spread) else 0.0)
         if fall is not None:
             falling.append((key, int(steps[fall.start]), fall))
         elif len(values) >= 6 and trend(values) > HEALTHY_TREND:
             rising.append(key)
-    if not rising or not falling:
+    if not rising or not falling or reward_falls(history) is not None:
         return None
     key, since, fall = falling[0]
     return Found(since, key, f"{fall.high:.3g} before, {fall.low:.3g} since, while {', '.join(rising)} rises")
 
 
-def _lasting_fall(values: np.ndarray, spread: float) -> Fall | None:
+def _lasting_fall(history: History, values: np.ndarray, spread: float) -> Fall | None:
     """Return a fall to half that has lasted to the end.
 
     Args:
+        history: The log.
         values: A reward, in blocks.
         spread: Its usual standard deviation within a group, or 0.
     """
@@ -218,19 +228,22 @@ def _lasting_fall(values: np.ndarray, spread: float) -> Fall | None:
     if fall is None:
         return None
     lost = fall.high - fall.low
-    is_all_lost = values.min() >= 0 and fall.low < fall.high / 10
-    if fall.z < (SURE_LOSS if is_all_lost else SURE_FALL):
-        return None
-    if values.min() >= 0:  # the worst is 0
-        halfway = fall.high / 2
+    worst = _worst(values)
+    if worst is not None:
+        halfway = worst + (fall.high - worst) / 2
         least = spread / 2
+        is_all_lost = fall.low - worst < (fall.high - worst) / 10
     else:
         gained = fall.high - float(values[: max(len(values) // 6, 1)].mean())
         halfway = fall.high - lost / 2
         least = max(gained / 2, spread or 3 * noise(values))
+        is_all_lost = False
+    sure = SURE_FALL if history.is_over else SURE_DIP
+    if is_all_lost:
+        sure = SURE_LOSS
     after = values[fall.start :]
     is_low_now = after[-max(len(after) // 3, 3) :].mean() <= halfway
-    if fall.low > halfway or lost < least or not is_low_now:
+    if fall.z < sure or fall.low > halfway or lost < least or not is_low_now:
         return None
     return fall
 
