@@ -13,7 +13,7 @@ TOP_QUARTER = 0.75
 SURE_FALL = 6.0
 """Standard errors of a fall to half, at the end of a run. Real runs that learn end below 5.1, lost ones above 14."""
 SURE_DIP = 8.0
-"""Standard errors of one while a run trains, and may recover. A real run that went on to learn had a dip of 6.8."""
+"""Standard errors of a fall to a third, while a run trains. A real run that recovered had a dip of 6.8."""
 SURE_LOSS = 5.0
 """Standard errors of a fall to less than a tenth."""
 ONE_SIDED = 1.64
@@ -37,25 +37,15 @@ def is_solved(reward: np.ndarray) -> np.ndarray:
     return (reward >= 0.9) & is_share(reward)
 
 
-def _worst(values: np.ndarray) -> float | None:
-    """Return the worst reward that is possible: 0 or -1, or None if it is not known."""
-    lowest = values.min(initial=0)
-    if lowest >= 0:
-        return 0.0
-    if lowest >= -1 and values.max(initial=0) <= 1:
-        return -1.0
-    return None
-
-
 def as_share(values: np.ndarray) -> np.ndarray | None:
     """Return a reward as a share of its range, or None if that is not known.
 
-    The best reward is 1, or one above that several logs have.
+    The worst reward is 0, or the lowest of a log. The best is 1, or one above that several logs have.
     """
-    worst = _worst(values)
     best = max(values.max(initial=0), 1.0)
-    if worst is None or (best > 1 and (values == best).sum() < 2):
+    if best > 1 and (values == best).sum() < 2:
         return None
+    worst = values.min(initial=0)
     return (values - worst) / (best - worst)
 
 
@@ -228,21 +218,18 @@ def _lasting_fall(history: History, values: np.ndarray, spread: float) -> Fall |
     if fall is None:
         return None
     lost = fall.high - fall.low
-    worst = _worst(values)
-    if worst is not None:
+    worst = values.min(initial=0)
+    if history.is_over:
         halfway = worst + (fall.high - worst) / 2
-        least = spread / 2
-        is_all_lost = fall.low - worst < (fall.high - worst) / 10
-    else:
-        gained = fall.high - float(values[: max(len(values) // 6, 1)].mean())
-        halfway = fall.high - lost / 2
-        least = max(gained / 2, spread or 3 * noise(values))
-        is_all_lost = False
-    sure = SURE_FALL if history.is_over else SURE_DIP
-    if is_all_lost:
+        sure = SURE_FALL
+    else:  # it may recover
+        halfway = worst + (fall.high - worst) / 3
+        sure = SURE_DIP
+    if worst == 0 and fall.low < fall.high / 10:
         sure = SURE_LOSS
     after = values[fall.start :]
     is_low_now = after[-max(len(after) // 3, 3) :].mean() <= halfway
+    least = spread / 2 or 3 * noise(values)
     if fall.z < sure or fall.low > halfway or lost < least or not is_low_now:
         return None
     return fall
