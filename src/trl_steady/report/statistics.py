@@ -80,6 +80,18 @@ def trend(values: np.ndarray) -> float:
     return float(pairs / math.sqrt(max(n * (n - 1) * (2 * n + 5) / 18, 1)))
 
 
+def chance_of(is_bad: np.ndarray, usual: float) -> float:
+    """Return Chernoff's bound on the chance of at least as many bad values, if each is bad with a usual share."""
+    share = float(is_bad.mean())
+    usual = min(max(usual, 0.02), 1.0)
+    if share <= usual:
+        return 1.0
+    exponent = share * math.log(share / usual)
+    if share < 1:
+        exponent += (1 - share) * math.log((1 - share) / (1 - usual))
+    return math.exp(-len(is_bad) * exponent)
+
+
 class Change(NamedTuple):
     """The change of a level, with its uncertainty."""
 

@@ -5,7 +5,7 @@ import numpy as np
 from trl_steady.report.history import History
 from trl_steady.report.signs.common import Found, lasts, median_gap, never_a_number, not_numbers
 from trl_steady.report.signs.reward import is_solved
-from trl_steady.report.statistics import blocks
+from trl_steady.report.statistics import blocks, chance_of
 
 
 def not_a_number(history: History) -> Found | None:
@@ -75,9 +75,9 @@ def gradient_zero(history: History) -> Found | None:
     if where is None:
         return None
     since = int(steps[where.start])
-    zeros = steps[where][is_zero[where]]
+    usual = _usual_share(history, since, is_zero, where)
     # less than one in a hundred runs has such a stretch by chance, wherever it begins
-    if _chance(history, zeros, is_zero, where) * len(values) > 0.01:
+    if chance_of(is_zero[where], usual) * len(values) > 0.01:
         return None
     shares = history.finite_values("frac_reward_zero_std")
     evidence = "0 in each update"
@@ -87,32 +87,32 @@ def gradient_zero(history: History) -> Found | None:
     return Found(since, "grad_norm", evidence, {"groups_differ": _groups_differ(history, since)})
 
 
-def _chance(history: History, zeros: np.ndarray, is_zero: np.ndarray, where: slice) -> float:
-    """Return a bound on the chance that these updates are without a gradient because of their groups.
+def _usual_share(history: History, since: int, is_zero: np.ndarray, where: slice) -> float:
+    """Return the largest share of updates that have no gradient because of their groups, since a step.
 
     transformers logs the gradient of the last of `logging_steps` updates. If 80 % of the groups are alike, up to 80 %
     of these updates have none that differs.
 
     Args:
         history: The log.
-        zeros: The steps of the updates without a gradient.
+        since: The step.
         is_zero: All updates without a gradient.
         where: The stretch in which most have none.
     """
     sees_all = median_gap(history["grad_norm"].steps) <= 1
-    certain = 0.02  # in a log of each step, groups that differ have a gradient
     for key, is_alike in (("frac_reward_zero_std", 1.0), ("reward_std", 0.0)):
         if key not in history.keys:
             continue
         steps, values = history[key].finite
-        values = values[np.isin(steps, zeros)]
-        if sees_all and len(values):
-            return float(np.prod(np.where(values == is_alike, 1.0, certain)))
-        if key == "frac_reward_zero_std" and len(values):
-            return float(np.prod(np.clip(values, certain, 1.0)))
-    others = len(is_zero) - is_zero[where].size
-    usual = (is_zero.sum() - len(zeros) + 1) / (others + 2)
-    return float(max(usual, certain) ** len(zeros))
+        values = values[steps >= since]
+        if not len(values):
+            continue
+        if sees_all:  # in a log of each step, groups that differ have a gradient
+            return float((values == is_alike).mean())
+        if key == "frac_reward_zero_std":
+            return float(values.mean())
+    zeros = int(is_zero.sum() - is_zero[where].sum())
+    return (zeros + 1) / (len(is_zero) - len(is_zero[where]) + 2)  # of all other updates
 
 
 def _groups_differ(history: History, since: int) -> bool:
