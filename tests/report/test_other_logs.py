@@ -87,15 +87,18 @@ def test_groups_are_all_right_only_if_the_reward_tells_so(of: Callable[..., floa
     assert {*said(rows(100, same))} == {f"groups-{kind}"}
 
 
-def test_an_entropy_that_explodes_heads_the_answers_that_never_end() -> None:
+@pytest.mark.parametrize(("low", "cause"), [(0.3, "entropy-explodes"), (0.1, "reward-falls")])
+def test_an_entropy_that_explodes_heads_the_answers_that_never_end(low: float, cause: str) -> None:
     def explodes(done: float, random: np.random.Generator) -> Row:
         far, noise = max(done - 0.5, 0), 0.01 * random.standard_normal()
-        row = {"reward": (0.1 if far else 0.4) + noise, "completions/mean_length": 300 + 2000 * far}
+        row = {"reward": (low if far else 0.4) + noise, "completions/mean_length": 300 + 2000 * far}
         return row | {"entropy": 0.3 + 6 * far, "completions/clipped_ratio": min(4 * far, 1.0)}
 
-    first, *others = said(rows(300, explodes)).values()
-    assert first.symptom.name == "entropy-explodes" and {each.cause for each in others} == {"entropy-explodes"}
-    assert "max_completion_length" not in "".join(map(str, others))
+    found = said(rows(300, explodes))
+    first, *others = found.values()
+    assert first.symptom.name == cause and {each.cause for each in others} == {cause}
+    assert {"entropy-explodes", "answers-grow", "answers-cut-off"} <= found.keys()
+    assert "max_completion_length" not in verdict([*found.values()])
 
 
 @pytest.mark.parametrize("skipped", [range(4), range(59, 60), range(5, 60, 20)], ids=["first", "last", "single"])

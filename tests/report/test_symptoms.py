@@ -54,6 +54,11 @@ def flat(level: float) -> Callable[[Row], float]:
     return lambda row: level + 0.03 * np.random.default_rng(int(row["step"])).standard_normal()
 
 
+def few(row: Row) -> float:
+    """Return 0 or 1 answer of 64 that is right."""
+    return float(np.random.default_rng(int(row["step"])).integers(2)) / 64
+
+
 def spiked(rows: list[Row]) -> None:
     for row in rows:
         if row["step"] >= START and row["step"] % 10 == 1 and "grad_norm" in row:
@@ -97,6 +102,25 @@ class Plant(NamedTuple):
     without: tuple[str, ...] = ("value/explained_variance",)
 
 
+def one_part_lost(rows: list[Row]) -> None:
+    """The total stays: one function gains what the other loses."""
+    for row in rows:
+        lost = 0.4 if row["step"] >= START else 0.0
+        noise = 0.02 * np.random.default_rng(int(row["step"])).standard_normal()
+        row |= {"rewards/accuracy/mean": 0.45 - lost + noise, "rewards/format/mean": 0.2 + lost - noise}
+
+
+def never_met(rows: list[Row]) -> None:
+    for row in rows:
+        row |= {"rewards/format/mean": 0.0, "rewards/format/std": 0.0}
+
+
+def one_answer(rows: list[Row]) -> None:
+    for row in rows:
+        for end, score in (("max", 0.9), ("min", -0.4)):
+            row |= {f"verl:critic/score/{end}": score, f"verl:critic/advantages/{end}": score * (1 - 1e-6)}
+
+
 def nothing(rows: list[Row]) -> None:
     """The plant is in the settings."""
 
@@ -105,7 +129,7 @@ def clipped(row: Row) -> float:
     return 0.0 if row["step"] % UPDATES == 1 else 1.0
 
 
-WORSE = dict.fromkeys(("reward", "rewards__reward_model__mean", "reward_model__true", "eval_reward"), flat(0.3))
+WORSE = dict.fromkeys(("reward", "rewards__reward_model__mean", "reward_model__true", "eval_reward"), flat(0.5))
 STILL = ("value/explained_variance", "ref/refresh_step")  # else the reference moves to what is worse
 # halfway between two levels on a straight line is a quarter of the run after START; sixths of the run blur the levels
 SLOW = 60
@@ -154,14 +178,7 @@ PLANTS = {
     ),
     "groups-all-right": Plant(from_start(frac_reward_zero_std=1.0, reward=0.99), option="num_generations"),
     "groups-all-wrong": Plant(
-        from_start(
-            frac_reward_zero_std=1.0,
-            reward=0.01,
-            rewards__reward_model__mean=0.01,
-            reward_model__true=0.01,
-            eval_reward=0.01,
-        ),
-        option="num_generations",
+        everywhere(frac_reward_zero_std=1.0, **dict.fromkeys(WORSE, few)), 1, 0, option="num_generations"
     ),
     "groups-alike": Plant(from_start(frac_reward_zero_std=1.0, reward=flat(0.5)), option="prompt"),
     "entropy-collapses": Plant(
@@ -190,7 +207,7 @@ PLANTS = {
     "steps-left-out": Plant(left_out, START + 6, 0, "learning_rate"),
     "reward-missing": Plant(without_reward, START, UPDATES, "reward_funcs"),
     "reward-constant": Plant(everywhere(reward=0.5, reward_std=0.0), 1, 0, "reward_funcs"),
-    "gradient-zero": Plant(from_start(grad_norm=0.0), START, UPDATES, "num_generations"),
+    "gradient-zero": Plant(from_start(grad_norm=0.0), START, UPDATES, "require a gradient"),
     "reference-never-moves": Plant(unmoved, 1, 0, "ref_model_sync_steps", {"settings": {"ref_model_sync_steps": 512}}),
     "reference-collapsed": Plant(from_start(**WORSE), 256, 0, "ref_model_sync_steps"),
     "routes-missing": Plant(from_start(routing__fallback=0.05), option="router_replay"),
@@ -225,6 +242,15 @@ PLANTS = {
         "entropy_coef",
         {"settings": {"entropy_coef": 0.1}},
     ),
+    "reward-falls": Plant(from_start(**dict.fromkeys(WORSE, flat(0.05))), option="learning_rate", without=STILL),
+    "reward-flat": Plant(everywhere(**dict.fromkeys(WORSE, flat(0.3))), 1, 0, "num_generations", without=STILL),
+    "reward-part-constant": Plant(never_met, 1, 0, "reward_funcs"),
+    "reward-part-falls": Plant(one_part_lost, option="reward_weights"),
+    "groups-of-one": Plant(one_answer, 1, 0, "rollout.n"),
+    "kl-nan": Plant(everywhere(kl=math.nan), 1, 0, "beta"),
+    "metric-nan": Plant(everywhere(entropy=math.nan), 1, 0, "tokens"),
+    "kl-explodes": Plant(from_start(kl=50.0), option="learning_rate"),
+    "entropy-high": Plant(everywhere(entropy=8.0), 1, 0, "temperature"),
     "policy-still": Plant(everywhere(learning_rate=1e-10), 1, 0, "learning_rate"),
 }
 
@@ -398,9 +424,10 @@ def test_what_follows_stands_behind_its_cause_without_advice() -> None:
     lines = verdict(findings).splitlines()
     assert lines[0] == "symptoms: 1" and "learning_rate" in lines[1] and lines[2].startswith("    so also: ")
     assert "max_completion_length" not in "".join(lines)
-    order = [symptom.name for symptom in SYMPTOMS]  # `look` goes through the causes once
-    for symptom in SYMPTOMS:
-        assert all(order.index(name) > order.index(symptom.name) for name in symptom.explains), symptom.name
+    order = {symptom.name: (index, symptom) for index, symptom in enumerate(SYMPTOMS)}
+    for index, symptom in order.values():
+        for name in symptom.explains:  # of two that explain each other, the earlier is the cause
+            assert order[name][0] > index or symptom.name in order[name][1].explains, symptom.name
 
 
 def test_advice_never_proposes_what_is_set() -> None:

@@ -38,13 +38,24 @@ class History:
             as after a resume.
         run: Contents of `steady.json`: "settings" is the config, "notes" are warnings. Empty for a run of plain TRL.
         is_over: True if the run has ended: then its few logs are all.
+        framework: The name of the framework that wrote the log, such as "verl".
+        flags: For a metric whose values differ from TRL's of the same name, what they are: "kept_only" is a mean over
+            kept groups only, "sum" is a sum over the tokens of an answer or over the updates of a step.
     """
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any] | None = None, *, is_over: bool = True
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        run: Mapping[str, Any] | None = None,
+        *,
+        is_over: bool = True,
+        framework: str = "TRL",
+        flags: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
         self.run = dict(run or {})
         self.is_over = is_over
+        self.framework = framework
+        self.flags = dict(flags or {})
         self.last_step = 0
         rows = _without_replaced(rows)
         if rows:
@@ -119,6 +130,10 @@ class History:
     def __getitem__(self, key: str) -> Series:
         """Return the values of a metric that the run has logged."""
         return self._series[key]
+
+    def is_flagged(self, key: str, flag: str) -> bool:
+        """Tell whether the values of a metric have this flag."""
+        return flag in self.flags.get(key, ())
 
     def finite_values(self, key: str) -> np.ndarray:
         """Return the values of a metric that are numbers; none if the run has not logged it."""

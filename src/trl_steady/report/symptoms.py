@@ -1,4 +1,4 @@
-"""The symptoms of a run: `symptoms.toml` has their texts and limits, and `signs.py` finds them in the log."""
+"""The symptoms of a run: `symptoms.toml` has their texts and limits, and `signs` finds them in the log."""
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,12 @@ class Symptom(NamedTuple):
     what: str
     """A short clause: what is wrong."""
     advice: Sequence[str | Sequence[str]]
-    """Sentences that name the option to set. Behind one can be settings with which it is left out: "name" if that is
-    on, "not name" if it is off, "name=value" if it has the value."""
+    """Sentences that name the option to set. Behind one can be settings, or facts of the log, with which it is left
+    out: "name" if that is on, "not name" if it is off, "name=value" if it has the value."""
     page: str
     """Page and section below docs/, such as "troubleshooting.md#everything-is-clipped"."""
     explains: Sequence[str]
-    """Names of symptoms that follow from this one."""
+    """Names of symptoms that follow from this one. Of two that name each other, the earlier is the cause."""
     hides: Sequence[str]
     """Names of symptoms that cannot be told beside this one."""
     find: Callable[[History], signs.Found | None]
@@ -65,7 +65,7 @@ def _symptom(name: str, table: Mapping[str, Any]) -> Symptom:
         sign = {name.replace("-", "_"): {}}
     [(function, arguments)] = sign.items()
     texts: dict[str, Any] = {key: table.get(key, ()) for key in _TEXTS}
-    return Symptom(name=name, find=partial(getattr(signs, function), **arguments), **texts)
+    return Symptom(name=name, find=partial(signs.function(function), **arguments), **texts)
 
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -99,18 +99,41 @@ def look(history: History) -> tuple[dict[str, Finding], dict[str, str]]:
             continue
         if found is not None:
             evidence = f"{found.metric} {found.evidence}".strip()
-            advice = _advice(symptom, history.settings)
+            advice = _advice(symptom, {**history.settings, **found.facts})
             findings[symptom.name] = Finding(symptom, found.since, found.metric, evidence, advice)
     for finding in list(findings.values()):
         for name in finding.symptom.hides:
             findings.pop(name, None)
-    for name, finding in findings.items():
-        if finding.cause:
-            continue
-        for effect in finding.symptom.explains:
-            if effect in findings and effect != name:
-                findings[effect] = findings[effect]._replace(cause=name)
+    for name, cause in _causes(findings, history.last_step).items():
+        findings[name] = findings[name]._replace(cause=cause)
     return findings, missing
+
+
+_EARLIER = 0.05
+"""Share of the run by which one symptom must come before another to be its cause. It is known about as well."""
+
+
+def _causes(findings: Mapping[str, Finding], last_step: int) -> dict[str, str]:
+    """Return name -> the name of the first cause, of the symptoms that follow from another."""
+    direct: dict[str, str] = {}
+    for name, finding in findings.items():
+        for effect in finding.symptom.explains:
+            if effect not in findings or effect in direct or effect in _chain(direct, name):
+                continue
+            explained = findings[effect]
+            is_mutual = name in explained.symptom.explains
+            if is_mutual and explained.since < finding.since - _EARLIER * last_step:
+                continue
+            direct[effect] = name
+    return {name: _chain(direct, name)[-1] for name in direct}
+
+
+def _chain(direct: Mapping[str, str], name: str) -> list[str]:
+    """Return a symptom, its cause, the cause of that, and so on."""
+    chain = [name]
+    while chain[-1] in direct:
+        chain.append(direct[chain[-1]])
+    return chain
 
 
 def diagnose(history: History) -> tuple[list[Finding], dict[str, str]]:

@@ -1,0 +1,195 @@
+"""What a sign returns, and the signs that several symptoms have. Their arguments stand in symptoms.toml."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trl_steady.report.history import History, Series
+from trl_steady.report.statistics import HEALTHY_TREND, blocks, noise, running_median, stretch, trend
+
+
+class Found(NamedTuple):
+    """Signs of a symptom."""
+
+    since: int
+    """The optimizer step at which it began."""
+    metric: str
+    """The metric that shows it, or "" for a setting or a warning."""
+    evidence: str
+    """The numbers that show it."""
+    facts: Mapping[str, bool] = {}
+    """What the log shows beside it. Advice can depend on them as on settings."""
+
+
+# Signs of several symptoms.
+
+
+def beyond(history: History, limits: Sequence[Mapping[str, Any]]) -> Found | None:
+    """Find the metric that was beyond its limit first, of those that were logged. `_beyond` has the arguments."""
+    known: list[str] = []
+    signs: list[Found] = []
+    for limit in limits:
+        key = limit["key"]
+        if not history.is_flagged(key, "sum"):  # the limits are of means
+            known.append(key)
+            sign = exceeds(history, **limit)
+            if sign is not None:
+                signs.append(sign)
+    if not known:
+        raise KeyError(f"{limits[0]['key']} as a mean")
+    history.first(*known)
+    if not signs:
+        return None
+    return min(signs, key=lambda sign: sign.since)
+
+
+def exceeds(
+    history: History,
+    key: str,
+    limit: float,
+    unit: str = "%",
+    below: bool = False,
+    q: float | None = 0.75,
+    least: int = 3,
+    stays: bool = False,
+    of_rollouts: bool = False,
+) -> Found | None:
+    """Find a metric that is above a limit, or below it, for at least `least` rollouts.
+
+    `q` is the quantile over the updates of a rollout that is compared with the limit. With `stays`, it has no trend
+    to the better side. With `of_rollouts`, it is a share of the answers or groups of a rollout: then means are
+    compared, because a rollout of few groups has 0 or 1.
+    """
+    if key not in history.keys:
+        return None
+    if of_rollouts:
+        q = None
+    steps, values = blocks(history, key, q)
+    if below:
+        side = "below"
+        is_beyond = values < limit
+    else:
+        side = "above"
+        is_beyond = values > limit
+    where = stretch(is_beyond, least)
+    if where is None:
+        return None
+    if stays:
+        improvement = trend(values) if below else -trend(values)
+        if improvement > HEALTHY_TREND:
+            return None
+    usual = float(np.median(values[where]))
+    if of_rollouts:
+        usual = float(np.mean(values[where]))
+        if usual <= limit:
+            return None
+    return Found(int(steps[where.start]), key, f"{_with_unit(usual, unit)}, {side} {_with_unit(limit, unit)}")
+
+
+def _with_unit(number: float, unit: str) -> str:
+    if unit == "%":
+        number = 100 * number
+    return f"{number:.3g} {unit}".rstrip()
+
+
+def noted(history: History, texts: Sequence[str]) -> Found | None:
+    """Find warnings of the run that have one of these texts."""
+    notes: list[str] = []
+    for note in history.run["notes"]:
+        if any(text in str(note) for text in texts):
+            notes.append(str(note))
+    if not notes:
+        return None
+    return Found(0, "", " ".join(notes))
+
+
+def parted(history: History, rising: Sequence[str], falling: Sequence[str]) -> Found | None:
+    """Find a metric that falls from its peak while another rises or stays up. The first known ones are compared."""
+    up = history.first(*rising)
+    down = history.first(*falling)
+    rise = blocks(history, up)
+    fall = blocks(history, down)
+    if len(fall.values) < 6:
+        return None
+    smooth = running_median(fall.values)
+    peak = int(smooth.argmax())
+    end = float(np.median(fall.values[-3:]))
+    has_fallen = smooth[peak] - end >= 2 * noise(fall.values)
+    if not has_fallen or trend(fall.values[peak:]) > -HEALTHY_TREND:
+        return None
+    before = rise.values[rise.steps <= fall.steps[peak]]
+    after = rise.values[rise.steps > fall.steps[peak]]
+    if not len(before) or len(after) < 3:
+        return None
+    gained = float(np.median(after[-3:]) - np.median(before[-3:]))
+    if gained < 0:
+        return None
+    at_the_peak = smooth >= smooth[peak] - noise(fall.values) / 2
+    began = int(fall.steps[at_the_peak][-1])
+    return Found(began, down, f"{smooth[peak]:.3g} to {end:.3g}, {up} {gained:+.3g}")
+
+
+# Helpers about a series.
+
+
+def mean_of(history: History, key: str, quantile: float | None = 0.5) -> Series:
+    """Return the blocks of a metric that is a mean over tokens. Raises KeyError if this log has a sum over them."""
+    if history.is_flagged(key, "sum"):
+        raise KeyError(f"{key} as a mean over tokens")
+    return blocks(history, key, quantile)
+
+
+def of_all_groups(history: History, key: str) -> str:
+    """Return the key of a metric of all groups. Raises KeyError if this log leaves out groups without an advantage."""
+    if history.is_flagged(key, "kept_only"):
+        raise KeyError(f"{key} of all groups")
+    return key
+
+
+def lasts(history: History, bad: np.ndarray, *, to_end: bool = False, least: int = 3) -> slice | None:
+    """Return the stretch of bad values. If the run is over, one is enough if all are bad, or (`to_end`) the last."""
+    good = np.flatnonzero(~bad)
+    start = int(good[-1]) + 1 if len(good) else 0
+    if history.is_over and start < len(bad) and (to_end or start == 0):
+        return slice(start, len(bad))
+    return stretch(bad, least)
+
+
+def not_numbers(history: History, keys: Sequence[str], *, to_end: bool = False, least: int = 3) -> Found | None:
+    """Find metrics that stop being numbers, all of those that were logged. `lasts` has the other arguments."""
+    known: list[str] = []
+    since: list[int] = []
+    for key in keys:
+        if key not in history.keys:
+            continue
+        known.append(key)
+        steps, values = history[key]
+        where = lasts(history, ~np.isfinite(values), to_end=to_end, least=least)
+        if where is None:
+            return None
+        since.append(int(steps[where.start]))
+    if not since:
+        return None
+    return Found(max(since), ", ".join(known), "NaN")
+
+
+def never_a_number(history: History, key: str) -> Found | None:
+    """Find a metric that is NaN in each log, of at least two."""
+    steps, values = history[key]
+    if len(values) < 2 or np.isfinite(values).any():
+        return None
+    return Found(int(steps[0]), key, f"NaN in {len(values)} logs")
+
+
+def alike(values: np.ndarray) -> bool:
+    """Tell whether all values are the same, up to rounding."""
+    return float(np.ptp(values)) <= 1e-9 * float(np.abs(values).max(initial=0)) + 1e-30
+
+
+def median_gap(steps: np.ndarray) -> float:
+    """Return the usual number of steps from one log to the next."""
+    if len(steps) < 2:
+        return math.inf
+    return float(np.median(np.diff(steps)))

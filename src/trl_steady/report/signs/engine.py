@@ -1,0 +1,64 @@
+"""Signs of an engine that samples something else than what the policy is trained on."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trl_steady.report.history import History
+from trl_steady.report.signs.common import Found, beyond, exceeds
+from trl_steady.report.statistics import blocks
+
+_NATS = "nats per token"
+_KL = "mismatch/kl"
+_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+_ADAPTER_LIMIT = 0.1
+"""What the default of `engine_check` counts as where vLLM gets the adapter alone."""
+# ESS is about 1 / (1 + 2 kl). 0.9 is a kl of 0.055, 37 times that of the R3 paper's mixture of experts. There, the run
+# that collapsed had 10 % above 2. A mean difference of 0.1 puts a tenth of the ratios outside 0.8 to 1.2.
+_DISAGREES: Sequence[Mapping[str, Any]] = (
+    {"key": "mismatch/effective_sample_size", "limit": 0.9, "below": True, "q": 0.5},
+    {"key": "mismatch/above_2", "limit": 0.01},
+    {"key": _KL, "limit": 0.055, "unit": _NATS},
+    {"key": _DIFFERENCE, "limit": 0.1, "unit": _NATS},
+)
+
+
+def engine_other_policy(history: History) -> Found | None:
+    """Find an engine that serves another policy. The limits are those of `engine_check`."""
+    asked = history.settings.get("engine_check") or 0.0
+    limit = max(asked, 1.0)
+    found = beyond(history, [{"key": key, "limit": limit, "unit": _NATS} for key in (_KL, _DIFFERENCE)])
+    gets_adapter = history.settings.get("use_vllm") and history.settings.get("vllm_adapter_sync")
+    if found is not None or asked > 1 or not gets_adapter or _KL not in history.keys:
+        return found
+    found = exceeds(history, _KL, _ADAPTER_LIMIT, _NATS)
+    if found is None or found.since > _first_step(history, _KL):
+        return None
+    return found
+
+
+def engine_falls_behind(history: History) -> Found | None:
+    """Find an engine that agrees with the trainer at first, and not later."""
+    found = _disagreement(history)
+    if found is None or found.since <= _first_step(history, found.metric):
+        return None
+    return found
+
+
+def engine_differs(history: History) -> Found | None:
+    """Find an engine that differs from the trainer from the start."""
+    found = _disagreement(history)
+    if found is None or found.since > _first_step(history, found.metric):
+        return None
+    return found
+
+
+def _disagreement(history: History) -> Found | None:
+    """Find an engine that differs from the trainer, but serves the policy."""
+    found = beyond(history, _DISAGREES)
+    if found is None or engine_other_policy(history) is not None:
+        return None
+    return found
+
+
+def _first_step(history: History, key: str) -> int:
+    return int(blocks(history, key).steps[0])

@@ -1,0 +1,115 @@
+"""Signs in groups: their answers get the same reward, or they have one answer."""
+
+import numpy as np
+
+from trl_steady.report.history import History
+from trl_steady.report.signs.common import Found, exceeds, of_all_groups
+from trl_steady.report.signs.reward import is_share
+from trl_steady.report.statistics import HEALTHY_TREND, blocks, trend
+
+_ALIKE = "frac_reward_zero_std"
+
+
+def groups_of_one(history: History) -> Found | None:
+    """Find advantages that are the scores, as verl has them for groups of one answer."""
+    if "verl:critic/advantages/max" not in history.keys:  # no other framework logs it
+        return None
+    pairs: list[tuple[np.ndarray, np.ndarray]] = []
+    for end in ("max", "min"):
+        advantages = history[f"verl:critic/advantages/{end}"]
+        scores = history[f"verl:critic/score/{end}"]
+        if len(advantages.values) != len(scores.values):
+            return None
+        pairs.append((advantages.values, scores.values))
+    for advantages, scores in pairs:
+        if not np.allclose(advantages, scores, rtol=1e-3, atol=1e-6):
+            return None
+    # with more answers, the mean of the group is off, and at most a few rollouts look like this
+    differ = np.abs(pairs[0][1] - pairs[1][1]) > 1e-6
+    if differ.sum() < 3:
+        return None
+    text = f"the same as critic/score/max in {differ.sum()} logs"
+    return Found(1, "critic/advantages/max", text)
+
+
+def groups_all_right(history: History) -> Found | None:
+    """Find groups whose answers are nearly all right: the reward is at its top, or it has risen to the top quarter."""
+    found, place, has_risen = _equal_groups(history)
+    if all_cut_off(history):  # then nothing has been solved
+        return None
+    is_top = place >= 0.9 or (has_risen and place >= 0.75)
+    return found if is_top else None
+
+
+def groups_all_wrong(history: History) -> Found | None:
+    """Find groups whose answers are nearly all wrong, of a policy that has never been better."""
+    found, place, _ = _equal_groups(history)
+    if found is None or place > 0.25:
+        return None
+    level = [part.mean() for part in np.array_split(blocks(history, "reward", None).values, 6)]
+    if max(level) > 2 * level[-1] + 0.05:
+        return None
+    return found
+
+
+def groups_alike(history: History) -> Found | None:
+    """Find groups whose answers nearly all get the same reward, which differs among groups or is neither."""
+    found, place, has_risen = _equal_groups(history)
+    is_top = place >= 0.9 or (has_risen and place >= 0.75)
+    return found if place > 0.25 and not is_top else None
+
+
+def _equal_groups(history: History) -> tuple[Found | None, float, bool]:
+    """Find groups whose answers nearly all get the same reward.
+
+    Returns:
+        What was found; where the last rewards are between the worst, 0, and the best, 1, or 0.5 if that is not known;
+        and whether the reward has risen.
+    """
+    # recorded runs reach 1 in single rollouts, and none stays above 0.9
+    key = of_all_groups(history, _ALIKE)
+    history.first(key)
+    found = exceeds(history, key, 0.9, least=6, of_rollouts=True)
+    reward = blocks(history, "reward", None).values
+    # under PPO, a group can be one answer
+    is_ppo = history.settings.get("num_generations") == 1 or any(key.startswith("value/") for key in history.keys)
+    if found is None or is_ppo or len(reward) < 6:
+        return None, 0.5, False
+    low, high = reward.min(), reward.max()
+    if low == high and low not in (0, 1):  # a constant reward
+        return None, 0.5, False
+    last = float(reward[-max(len(reward) // 6, 3) :].mean())
+    has_risen = trend(reward) > HEALTHY_TREND
+    wasted = history[_ALIKE].finite.values.mean()
+    found = found._replace(evidence=f"{found.evidence}; reward {last:.3g}; {wasted:.0%} of all groups were wasted")
+    if is_share(reward):
+        return found, last, has_risen
+    if abs(trend(reward)) > HEALTHY_TREND:  # it has shown its range
+        return found, (last - low) / (high - low), has_risen
+    return found, 0.5, has_risen
+
+
+def all_alike(history: History) -> bool:
+    """Tell whether nearly all groups give no advantage."""
+    if _ALIKE not in history.keys:
+        return False
+    return exceeds(history, _ALIKE, 0.9, least=6, of_rollouts=True) is not None
+
+
+def all_cut_off(history: History) -> bool:
+    """Tell whether nearly all of the last answers are cut off."""
+    if "completions/clipped_ratio" not in history.keys:
+        return "completions/mean_length" in history.keys and one_length(history) is not None
+    share = history.finite_values("completions/clipped_ratio")
+    return len(share) > 0 and bool(share[-max(len(share) // 6, 3) :].mean() > 0.9)
+
+
+def one_length(history: History) -> Found | None:
+    """Find answers that have one length in nearly all logs: a limit. Old versions of TRL do not log the cut ones."""
+    steps, values = history["completions/mean_length"].finite
+    if len(values) < 6 or values.max() <= 1:
+        return None
+    at_limit = float((values == values.max()).mean())
+    if at_limit < 0.9:
+        return None
+    return Found(int(steps[0]), "completions/mean_length", f"{values.max():.6g} tokens in {at_limit:.0%} of the logs")

@@ -1,0 +1,208 @@
+"""Signs in the policy: its entropy, its KL to the reference, and whether it moves."""
+
+import math
+
+import numpy as np
+
+from trl_steady.report.history import History, counted
+from trl_steady.report.signs.common import Found, mean_of, never_a_number, of_all_groups
+from trl_steady.report.signs.reward import is_solved, learns, learnt, starts_high
+from trl_steady.report.statistics import (
+    HEALTHY_TREND,
+    blocks,
+    change,
+    noise,
+    running_median,
+    sixths,
+    stretch,
+    trend,
+)
+
+_NATS = "nats per token"
+
+
+def grows(history: History, key: str, unit: str, floor: float, least: int = 6, far: float = math.inf) -> Found | None:
+    """Find a metric that at least doubles in `least` rollouts, or stays above `far`, without a reward that rises.
+
+    `floor` is the least amount by which it must have grown: twice as much of nearly nothing is nothing.
+    """
+    steps, values = mean_of(history, key)
+    if len(values) < 6:
+        return None
+    level = sixths(values)
+    first = min(float(np.median(values[:3])), level[0])
+    last = level[-1]
+    grown = last - first
+    has_doubled = grown >= max(first, floor) and grown > 2 * noise(values) and len(values) >= least
+    where = stretch(values > min((first + last) / 2, far))
+    if where is None or not (has_doubled or last >= far) or learns(history):
+        return None
+    return Found(int(steps[where.start]), key, f"{first:.3g} to {last:.3g} {unit}")
+
+
+def policy_collapsed(history: History) -> Found | None:
+    """Find an entropy below a tenth of its start, within ten rollouts or without a reward that rises."""
+    steps, values = mean_of(history, "entropy")
+    reward = learnt(history).values
+    rollouts_per_step = len(history["reward"].steps) / len(history["entropy"].steps)  # in a step that was logged
+    start = values[:3].max(initial=0.0)
+    where = stretch((values < 0.1 * start) & (start > 0))
+    if where is None or np.median(is_solved(reward)[-3:]) > 0 or starts_high(reward):
+        return None
+    was_high = np.flatnonzero(values[: where.start] > 0.8 * start)
+    high = was_high[-1] if len(was_high) else 0
+    rollouts = (steps[where.start] - steps[high]) * rollouts_per_step
+    is_slow = where.start - high > 1 and rollouts > 10
+    if is_slow and learns(history) and not _is_stuck(history):
+        return None
+    evidence = f"{np.median(values[where]):.2g} nats, {start:.3g} until step {steps[high]}"
+    return Found(int(steps[where.start]), "entropy", evidence)
+
+
+def _is_stuck(history: History) -> bool:
+    """Tell whether nothing more is learnt: all of the last groups are alike, or no update has a gradient."""
+    shares = history.finite_values("frac_reward_zero_std")
+    gradients = history.finite_values("grad_norm")
+    last = slice(-max(len(gradients) // 6, 3), None)
+    no_gradient = len(gradients) > 0 and bool((gradients[last] < 1e-8).all())
+    no_group = len(shares) > 0 and bool((shares[-max(len(shares) // 6, 3) :] > 0.99).all())
+    return no_gradient or no_group
+
+
+def entropy_collapses(history: History) -> Found | None:
+    """Find an entropy that will be a tenth of its highest level within this run, without a reward that rises."""
+    mean_of(history, "entropy")
+    steps, values = history["entropy"].finite
+    if len(values) < 12 or len(learnt(history).values) < 10:  # healthy runs would print it
+        return None
+    level = np.maximum(sixths(values), 1e-12)
+    first = max(level.max(), float(np.median(values[:3])))
+    last = level[-1]
+    where = stretch(values < level.max() / 2)
+    if last > first / 4 or learns(history):  # recorded and real runs that learn come as far as a quarter
+        return None
+    # the middles of the two sixths are a third of the run apart
+    slope = 3 * math.log(last / level[3]) / max(steps[-1] - steps[0], 1)
+    steps_left = math.log(10 * last / first) / -min(slope, -1e-12)
+    arrival = history.last_step + max(steps_left, 0)
+    planned = history.settings.get("max_steps") or 0
+    if where is None or arrival > max(planned, 1.5 * steps[-1]):
+        return None
+    evidence = f"{first:.3g} to {last:.3g} nats, a tenth of it by step {arrival:.0f}"
+    return Found(int(steps[where.start]), "entropy", evidence)
+
+
+def entropy_explodes(history: History) -> Found | None:
+    """Find an entropy that is a nat above its start, whatever the reward does."""
+    steps, values = mean_of(history, "entropy")
+    if len(values) < 6:
+        return None
+    level = sixths(values)
+    first = min(float(np.median(values[:3])), level[0])
+    last = level[-1]
+    where = stretch(values > (first + last) / 2)
+    # a nat is 2.7 times as many tokens to choose from
+    if where is None or last < first + 1 or last - first < 3 * noise(values):
+        return None
+    return Found(int(steps[where.start]), "entropy", f"{first:.3g} to {last:.3g} nats")
+
+
+def entropy_high(history: History) -> Found | None:
+    """Find a policy whose first answers are nearly random."""
+    steps, values = mean_of(history, "entropy")
+    # 6 nats are 400 tokens of equal chance. Pretrained models have 0.1 to 3, recorded ones without training 4.4
+    if len(values) < 3 or np.median(values[:3]) < 6:
+        return None
+    return Found(int(steps[0]), "entropy", f"{np.median(values[:3]):.3g} nats per token in the first logs")
+
+
+def policy_still(history: History) -> Found | None:
+    """Find a learning rate with which the weights stay. AdamW moves each by at most about the rate in a step."""
+    rates = history.finite_values(history.first("learning_rate"))
+    logged = rates.max(initial=0)
+    rate = max(logged, history.settings.get("learning_rate") or 0)
+    planned = history.settings.get("max_steps") or 0
+    if history.is_over:
+        planned = max(planned, history.last_step)
+    is_warming_up = len(rates) < 2 or (rates[-1] > rates[-2] and history.last_step < planned)
+    if is_warming_up and not history.settings.get("learning_rate"):
+        return None
+    if not 0 < planned < 1e-6 / max(rate, 1e-30):
+        return None
+    text = f"{rate:.2g} moves a weight by at most about {rate * planned:.1g} in {counted(planned, 'step')}"
+    return Found(1, "learning_rate", text)
+
+
+def kl_nan(history: History) -> Found | None:
+    """Find a KL that is NaN in each log."""
+    return never_a_number(history, "kl")
+
+
+def kl_explodes(history: History) -> Found | None:
+    """Find logs with a KL so large that the policy has nothing of the reference in them, whatever the reward does."""
+    steps, values = history["kl"].finite
+    mean_of(history, "kl")
+    # 10 nats are nearly the logarithm of a vocabulary: a token chosen by chance. Recorded healthy runs reach 5.6
+    far = np.flatnonzero(values > 10)
+    half = far[far >= len(values) // 2]
+    if len(far) < 3 or len(half) < max(0.05 * len(values), 1):
+        return None
+    text = f"above 10 {_NATS} in {len(far)} of {len(values)} logs, up to {values.max():.3g}"
+    return Found(int(steps[far[0]]), "kl", text)
+
+
+def kl_rises(history: History) -> Found | None:
+    """Find a KL that rises without a reward that rises, or that goes on after it has stopped."""
+    # from 0, it always rises at first; recorded healthy runs reach 1.7, and TRL's examples end below 0.1
+    found = grows(history, "kl", _NATS, floor=0.1, least=50, far=2.0)
+    return found or _rises_after_the_reward(history)
+
+
+def _rises_after_the_reward(history: History) -> Found | None:
+    """Find a KL that doubles, and grows by half a nat, in a third of the run or more that has gained nothing."""
+    of_all_groups(history, "reward")
+    steps, kl = mean_of(history, "kl")
+    rewards = learnt(history)
+    if len(rewards.values) < 36 or len(kl) < 36 or np.ptp(kl) < 0.5:
+        return None
+    smooth = running_median(rewards.values)
+    best = smooth.max() - noise(rewards.values)
+    reached = int(np.flatnonzero(smooth >= best)[0])
+    later = kl[steps >= rewards.steps[reached]]
+    gained = rewards.values[reached:]
+    if len(gained) < len(rewards.values) / 3 or len(later) < 12 or np.median(is_solved(gained)) > 0:
+        return None
+    first = float(np.median(later[: max(len(later) // 6, 3)]))
+    last = float(np.median(later[-max(len(later) // 6, 3) :]))
+    if last - first < max(first, 0.5) or trend(later) < HEALTHY_TREND:
+        return None
+    third = len(gained) // 3
+    rise = change(gained, third, third)
+    total = smooth.max() - smooth[0]
+    if rise.amount > max(0.1 * total, rise.error):
+        return None
+    text = f"{first:.3g} to {last:.3g} {_NATS} since the reward has stopped rising"
+    return Found(int(rewards.steps[reached]), "kl", text)
+
+
+def kl_holds(history: History) -> Found | None:
+    """Find a KL that costs nearly as much as the reward has gained, with a reference that stays."""
+    steps, kl = mean_of(history, "kl")
+    reward = blocks(history, "reward").values
+    length = np.median(history["completions/mean_length"].finite.values)
+    beta = history.settings["beta"] or 0
+    has_moved = history.finite_values("ref/refreshes").any()
+    if len(reward) < 12 or trend(kl) < HEALTHY_TREND or has_moved:
+        return None
+    cost = beta * kl * length
+    is_unscaled = history.settings.get("scale_rewards") in (False, "none", "mean")
+    if "reward_std" in history.keys and not is_unscaled:
+        cost = cost * np.median(history["reward_std"].finite.values)
+    level = sixths(reward)
+    gain = float(level[-1] - level[0])
+    # near the reference, the cost is half of the gain at the optimum of reward - beta KL
+    where = stretch(cost > 0.4 * gain)
+    if where is None or gain < noise(reward) / 2:
+        return None
+    evidence = f"costs {np.median(cost[where]):.2g} an answer with beta {beta:g}, the reward has gained {gain:.2g}"
+    return Found(int(steps[where.start]), "kl", evidence)
