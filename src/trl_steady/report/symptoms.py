@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trl_steady.report import signs
+from trl_steady.report.frameworks import in_words_of
 from trl_steady.report.history import History
 
 
@@ -72,10 +73,10 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SYMPTOMS: tuple[Symptom, ...] = tuple(_symptom(name, table) for name, table in _TABLES.items())
 
 
-def _advice(symptom: Symptom, settings: Mapping[str, Any]) -> str:
-    """Return the sentences of the advice that make sense with these settings."""
+def _advice(symptom: Symptom, history: History) -> str:
+    """Return the sentences of the advice that make sense with the settings and the framework of a run."""
     conditions: set[str] = set()
-    for name, value in settings.items():
+    for name, value in history.settings.items():
         conditions.add(f"{name}={value}")
         conditions.add(name if value else f"not {name}")
     sentences: list[str] = []
@@ -84,7 +85,7 @@ def _advice(symptom: Symptom, settings: Mapping[str, Any]) -> str:
             sentences.append(entry)
         elif conditions.isdisjoint(entry[1:]):
             sentences.append(entry[0])
-    return " ".join(sentences)
+    return in_words_of(history.framework, " ".join(sentences)) or f"docs/{symptom.page} has the causes."
 
 
 def look(history: History) -> tuple[dict[str, Finding], dict[str, str]]:
@@ -99,7 +100,7 @@ def look(history: History) -> tuple[dict[str, Finding], dict[str, str]]:
             continue
         if found is not None:
             evidence = f"{found.metric} {found.evidence}".strip()
-            advice = _advice(symptom, history.settings)
+            advice = _advice(symptom, history)
             findings[symptom.name] = Finding(symptom, found.since, found.metric, evidence, advice)
     for finding in list(findings.values()):
         for name in finding.symptom.hides:
@@ -148,8 +149,13 @@ def _rank(finding: Finding) -> tuple[int, int]:
     return ("critical", "warning", "note").index(finding.symptom.level), finding.since
 
 
-def verdict(findings: Sequence[Finding]) -> str:
-    """Return what a run shows, with a line for each symptom."""
+def verdict(findings: Sequence[Finding], looked_for: str = "") -> str:
+    """Return what a run shows, with a line for each symptom.
+
+    Args:
+        findings: What `diagnose` has found.
+        looked_for: Words behind the number of symptoms: for how many the log has what they need, and what it lacks.
+    """
     heads = 0
     notes: list[str] = []
     lines: list[str] = []
@@ -163,7 +169,7 @@ def verdict(findings: Sequence[Finding]) -> str:
         lines.append(f"  {finding}")
         if finding.passed is None:
             heads += 1
-    first = f"symptoms: {heads}"
+    first = f"symptoms: {heads}{looked_for}"
     if notes and not heads:
         first = notes[0]
     return "\n".join([first, *lines])
