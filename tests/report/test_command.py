@@ -102,6 +102,7 @@ def test_a_watched_run_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("hello\nworld\n", "no progress bar and no record"),
         ("  5%|##   | 34/720 [03:36<1:12:33,  6.35s/it]\n", "a progress bar to 34 of 720"),
         ("{'val/score': 1.0, 'epoch': 2}\n", "records with val/score, epoch"),
+        ('{"nbformat": 4, "cells": [1, {"outputs": [1, {"data": null, "text": 5}]}]}', "no record of metrics"),
     ],
 )
 def test_what_is_no_log_is_refused(
@@ -283,3 +284,24 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytes
     assert cli.main(["report", str(file), "--output", str(tmp_path / "no" / "page.html")]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert "cannot be written" in line and "--output" in line
+
+
+@pytest.mark.parametrize(
+    ("row", "run"),
+    [
+        ({"step": None, "reward": 1.0}, {}),
+        ({"step": "9", "reward": "x"}, {}),
+        ({"step": 10**30, "reward": 1.0}, {}),
+        ({"step": 9, "loss": 10**400}, {}),
+        ({}, {"settings": None, "notes": 5}),
+        ({}, {"settings": [1], "versions": 5, "answers": 5}),
+        ({}, [1]),
+    ],
+)
+def test_a_damaged_row_or_run_is_left_out(tmp_path: Path, row: dict[str, Any], run: Any) -> None:
+    folder = write(tmp_path / "out", rows(8, reward=0.5))
+    state = {"max_steps": 9, "log_history": [*rows(8, reward=0.5), row]}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    (folder / "steady.json").write_text(json.dumps(run))
+    assert cli.main(["report", str(folder)]) == 0
+    assert len(History.read(folder)["reward"].steps) == 8

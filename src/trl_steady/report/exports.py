@@ -82,15 +82,26 @@ def _transposed(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return list(rows.values())
 
 
-def _notebook_lines(cells: Sequence[Any]) -> Iterator[str]:
-    for cell in cells:
-        for output in cell.get("outputs", ()):
-            data = output.get("data", {})
-            text = data.get("text/html") or output.get("text") or data.get("text/plain") or ""
-            text = "".join(text)
+def _notebook_lines(cells: object) -> Iterator[str]:
+    for output in _objects(cells, "outputs"):
+        data = output.get("data")
+        shown: list[object] = [output.get("text")]
+        if isinstance(data, Mapping):
+            shown = [data.get("text/html") or data.get("text/plain")]
+        for content in shown:
+            text = "".join(content) if isinstance(content, (str, list)) else ""
             if "<td" in text:
                 text = _table_text(text)
             yield from re.split(r"[\r\n]+", text)
+
+
+def _objects(parents: object, name: str) -> Iterator[Mapping[str, Any]]:
+    """Return the objects in the lists of this name, each in one of the parents."""
+    for parent in parents if isinstance(parents, list) else ():
+        children = parent.get(name) if isinstance(parent, Mapping) else None
+        for child in children if isinstance(children, list) else ():
+            if isinstance(child, Mapping):
+                yield child
 
 
 def _table_text(html: str) -> str:

@@ -148,7 +148,8 @@ def _is_pairs(line: str) -> bool:
 def _is_cut(line: str) -> bool:
     if _is_pairs(line):
         return True
-    return "{" in line and _OPEN_DICT.search(line) is not None
+    opened = line.rfind("{")
+    return opened > line.rfind("}") and _OPEN_DICT.match(line, opened) is not None
 
 
 def _goes_on(held: list[str], line: str) -> bool:

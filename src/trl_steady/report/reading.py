@@ -19,6 +19,7 @@ RUN_FILE = "steady.json"
 STDIN = "-"
 _STATE = "trainer_state.json"
 _LOGS = ("*.log", "*.txt", "*.out", "*.jsonl")
+_OF_RUN = {"settings": dict, "notes": list, "versions": dict, "answers": list}  # of steady.json
 _LIVE = 600.0  # seconds since a file was written, within which its run may go on
 
 
@@ -111,12 +112,12 @@ def _logs(folder: Path) -> dict[Path, Reading]:
 
 def _with_later_rows(found: Reading, folder: Path) -> Reading:
     """Add the rows of the folder's log behind those of its checkpoint, if it is a log of the same run."""
-    if not found.rows:
+    last = max(map(_step, found.rows), default=-1)
+    if last < 0:
         return found
-    last = found.rows[-1].get("step", 0)
     logs = _logs(folder)
     for file, log in logs.items():
-        later = [row for row in log.rows if row["step"] > last]
+        later = [row for row in log.rows if _step(row) > last]
         if later and _agree(found.rows, log.rows):
             remark = f"the steps after {last} are from {file.name}"
             return found._replace(rows=[*found.rows, *later], remarks=[*found.remarks, remark, *log.remarks])
@@ -125,13 +126,13 @@ def _with_later_rows(found: Reading, folder: Path) -> Reading:
 
 def _agree(rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> bool:
     """Tell whether the rewards of two logs are the same where both have one, as far as they are printed."""
-    rewards = {row["step"]: row["reward"] for row in rows if isinstance(row.get("reward"), (int, float))}
-    common = [row for row in others if row["step"] in rewards and "reward" in row]
+    rewards = {_step(row): row["reward"] for row in rows if isinstance(row.get("reward"), (int, float))}
+    common = [row for row in others if _step(row) in rewards and isinstance(row.get("reward"), (int, float))]
     if not common:
         return False
     same = 0
     for row in common:
-        difference = abs(row["reward"] - rewards[row["step"]])
+        difference = abs(row["reward"] - rewards[_step(row)])
         same += difference <= 0.01 + 0.01 * abs(row["reward"])  # a live line has two digits
     return same >= 0.9 * len(common)
 
@@ -142,8 +143,9 @@ def _agree(rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]
 def _read_file(file: Path) -> Reading:
     with file.open("rb") as stream:
         found = _read_bytes(stream, str(file), file)
-    log_is_live = found.run.get("settings", {}).get("max_steps", 0) > _last_step(found.rows)
-    if file.name != _STATE and log_is_live and time.time() - file.stat().st_mtime < _LIVE:
+    planned = found.run.get("settings", {}).get("max_steps", 0)
+    is_new = time.time() - file.stat().st_mtime < _LIVE
+    if file.name != _STATE and is_new and found.rows and planned > _step(found.rows[-1]):
         return found._replace(is_over=False)
     return found
 
@@ -179,7 +181,7 @@ def _read_json(text: IO[str], name: str, file: Path | None) -> Reading:
     """Read JSON, JSON lines, or a console log that begins with a bracket."""
     content = text.read()
     try:
-        data = json.loads(content)
+        data = json.loads(content, parse_int=_integer)
     except ValueError as error:
         if '"log_history"' in content[-200_000:] or '"log_history"' in content[:200_000]:
             raise ValueError(f"{name} is no log of a run: it is cut off or damaged ({error}).") from None
@@ -197,6 +199,11 @@ def _read_json(text: IO[str], name: str, file: Path | None) -> Reading:
     if found is None:
         raise ValueError(f"{name} is no log of a run: it has no rows under 'log_history'.")
     return _read_rows(found, name)
+
+
+def _integer(text: str) -> float:
+    """Return an integer, or infinity if no float can hold it."""
+    return int(text) if len(text) < 300 else float(text)
 
 
 def _is_json(line: str) -> bool:
@@ -227,7 +234,7 @@ def _read_state(state: Mapping[str, Any], key: str, name: str, file: Path | None
     run = _run(file)
     max_steps = state.get("max_steps")
     if isinstance(max_steps, int) and max_steps > 0:  # the config of a run of epochs has -1
-        run["settings"] = {**(run.get("settings") or {}), "max_steps": max_steps}
+        run["settings"] = {**run.get("settings", {}), "max_steps": max_steps}
     return Reading(kept, run)
 
 
@@ -242,7 +249,11 @@ def _run(file: Path | None) -> dict[str, Any]:
         run = json.loads(run_file.read_text())
     except ValueError:
         return {}
-    return run if isinstance(run, dict) else {}
+    kept: dict[str, Any] = {}
+    for name, kind in _OF_RUN.items():
+        if isinstance(run, dict) and isinstance(run.get(name), kind):
+            kept[name] = run[name]
+    return kept
 
 
 def _read_rows(found: Iterable[Record], name: str) -> Reading:
@@ -259,10 +270,10 @@ def _reading(log: Log) -> Reading:
     return Reading(log.rows, run, framework=log.framework, flags=log.flags, remarks=log.remarks)
 
 
-def _last_step(rows: Sequence[Mapping[str, Any]]) -> float:
-    if not rows:
-        return 0
-    return rows[-1].get("step", 0)
+def _step(row: Mapping[str, Any]) -> float:
+    """Return the step of a row; -1 if it has none."""
+    step = row.get("step")
+    return step if isinstance(step, (int, float)) else -1
 
 
 def joined(readings: Mapping[str, Reading]) -> Reading:
@@ -277,6 +288,8 @@ def joined(readings: Mapping[str, Reading]) -> Reading:
         if any("reward" in row for row in found.rows):
             rewards.append(path)
         for row in found.rows:
+            if _step(row) < 0:
+                continue
             target = merged.setdefault(row["step"], {"step": row["step"]})
             for key, value in row.items():
                 target.setdefault(key, value)
