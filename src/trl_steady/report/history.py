@@ -71,13 +71,15 @@ class History:
         steps: defaultdict[str, list[float]] = defaultdict(list)
         values: defaultdict[str, list[float]] = defaultdict(list)
         for row in rows:
+            step = row["step"]
             for key, value in row.items():
                 if value is None:  # TRL logs NaN as None
                     value = math.nan
-                if key == "step" or isinstance(value, bool) or not isinstance(value, (int, float)):
+                if type(value) is not float and not _is_number(value):
                     continue
-                steps[key].append(row["step"])
+                steps[key].append(step)
                 values[key].append(value)
+        steps.pop("step", None)
         renamed = todays_names(steps) if framework == "TRL" else {}
         self._series: dict[str, Series] = {}
         for key in steps:
@@ -167,6 +169,10 @@ def _without_replaced(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
             kept = [earlier for earlier in kept if earlier["step"] < step]
         kept.append(row)
     return kept
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def counted(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trl_steady.report.forms import Record, Rounded
-from trl_steady.report.frameworks import FINE, OUTCOMES, TRL, Alias, Framework, recognised
+from trl_steady.report.frameworks import FINE, OUTCOMES, TRL, Alias, Framework, recognised, todays_names
 
 _STEPS = ("step", "global_step", "train/global_step", "training/global_step", "Step", "_step")
 _CALLS = ("_step", "Step")  # W&B counts calls of log(), and its tables and CSV name them so
@@ -100,65 +100,70 @@ class _Names:
         self._framework = framework
         self._names = names
         self._steps = [name for name in (*framework.steps, *_STEPS) if name in names]
-        self._ours: dict[str, tuple[str, float]] = {}  # raw name -> ours, and the factor
-        self._aliases: dict[str, Alias] = {}
-        best: dict[str, str] = {}
+        self._read = self._best()
+        self._ours: dict[str, str] = {}
         for raw in names:
-            alias = framework.alias(_unprefixed(raw, framework))
+            if raw in self._read:
+                self._ours[raw] = self._read[raw].ours
+            elif framework is TRL:
+                self._ours[raw] = _unprefixed(raw, framework)
+            else:
+                self._ours[raw] = f"{framework.name}:{raw}"
+        self._fine = [raw for raw, ours in self._ours.items() if ours in FINE]
+        self._scaled = {raw: alias.scale for raw, alias in self._read.items() if alias.scale != 1}
+        self._outcomes = {raw for raw, ours in self._ours.items() if ours in OUTCOMES}
+
+    def _best(self) -> dict[str, Alias]:
+        """Return raw name -> alias, one for each of our names."""
+        framework = self._framework
+        if framework is TRL:
+            plain = {_unprefixed(raw, framework): raw for raw in self._names}
+            old = todays_names(plain)
+            return {plain[raw]: Alias(raw, ours, "", "", "", "") for raw, ours in old.items()}
+        best: dict[str, tuple[int, str, Alias]] = {}
+        for raw in self._names:
+            plain = _unprefixed(raw, framework)
+            alias = framework.alias(plain)
             if alias is None:
                 continue
-            rank = framework.rank(_unprefixed(raw, framework))
-            known = best.get(alias.ours)
-            if known is None or rank < framework.rank(_unprefixed(known, framework)):
-                best[alias.ours] = raw
-                self._aliases[alias.ours] = alias
-        read = {raw: ours for ours, raw in best.items()}
-        for raw in names:
-            if raw in read:
-                self._ours[raw] = read[raw], self._aliases[read[raw]].scale
-            elif framework is TRL:
-                self._ours[raw] = _unprefixed(raw, framework), 1.0
-            else:
-                self._ours[raw] = f"{framework.name}:{raw}", 1.0
-        if framework is TRL:
-            for ours, raw in best.items():
-                # TRL's new names stand beside the old ones in some logs
-                if ours in names or (raw == "clip_ratio" and "clip_ratio/low_mean" in names):
-                    self._ours[raw] = raw, 1.0
+            rank = framework.rank(plain)
+            if alias.ours not in best or rank < best[alias.ours][0]:
+                best[alias.ours] = (rank, raw, alias)
+        return {raw: alias for _, raw, alias in best.values()}
 
     def row(self, record: Record, place: int) -> _Row | None:
         """Return the row of a record with our names; None if it has no metric of training or of an evaluation."""
-        values: dict[str, float] = {}
-        for raw, value in record.values.items():
-            ours, scale = self._ours[raw]
-            if isinstance(value, Rounded) and ours in FINE:
-                continue
-            values[ours] = value if scale == 1.0 else scale * value
+        ours = self._ours
+        values = {ours[raw]: value for raw, value in record.values.items()}
+        for raw in self._fine:
+            if isinstance(record.values.get(raw), Rounded):
+                del values[ours[raw]]
+        for raw, scale in self._scaled.items():
+            if ours[raw] in values:
+                values[ours[raw]] *= scale
+        outcomes = self._outcomes & record.values.keys()
         is_eval = "reward" not in values and any(key.startswith("eval_") for key in values)
-        known = OUTCOMES & values.keys()
-        hidden = [raw for raw in record.values if self._ours[raw][0] in OUTCOMES]
-        if self._framework is TRL and record.form == "dict" and len(hidden) < 2 and not is_eval:
-            return None
-        if not known and not hidden and not is_eval:
+        least = 1
+        if self._framework is TRL and record.form == "dict":
+            least = 2  # an answer can have a dictionary with a reward
+        if len(outcomes) < least and not is_eval:
             return None
         step: float | None = record.step
         name_of_step = record.label
         for name in self._steps:
-            if abs(record.values.get(name, math.inf)) < _MOST_STEPS:
-                if record.step is None or name == self._framework.steps[0]:
-                    step = record.values[name]
-                    name_of_step = name
-                break
-        last = record.last or 0
-        for name in ("global_step/max_steps of", "max_steps"):
-            last = max(last, int(record.values.get(name, 0)))
-        return _Row(record.form, record.label, name_of_step, step, last, place, values, is_eval)
+            if step is None and abs(record.values.get(name, math.inf)) < _MOST_STEPS:
+                step = record.values[name]
+                name_of_step = name
+        last = record.last or record.values.get("global_step/max_steps of", 0) or record.values.get("max_steps", 0)
+        if not 0 < last < _MOST_STEPS:
+            last = 0
+        return _Row(record.form, record.label, name_of_step, step, int(last), place, values, is_eval)
 
     def flags(self, rows: Sequence[_Row]) -> dict[str, frozenset[str]]:
         """Return metric -> what its values are, if that differs from TRL's."""
         flags: defaultdict[str, set[str]] = defaultdict(set)
-        for ours, alias in self._aliases.items():
-            flags[ours].update(alias.flags)
+        for alias in self._read.values():
+            flags[alias.ours].update(alias.flags)
         if self._framework.is_kept_only(self._names):
             flags["reward"].add("kept_only")
         entropies = [row.values["entropy"] for row in rows if math.isfinite(row.values.get("entropy", math.nan))]
