@@ -10,10 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from trl_steady.report.frameworks import blind, can_log, of_title, other_task
 from trl_steady.report.history import History, counted
 from trl_steady.report.reading import STDIN
-from trl_steady.report.symptoms import SYMPTOMS, Finding, diagnose, verdict
+from trl_steady.report.symptoms import Finding, diagnose, verdict
 
 _LEVELS = ("warning", "critical")
 _WAIT = 10.0  # seconds between two looks at a run that is watched
@@ -53,9 +52,9 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
                 print(f"trl-steady: {warning}", file=sys.stderr)
             findings, missing = diagnose(run)
             present += [finding for finding in findings if finding.passed is None]
-            plain[path] = _plain(findings, missing)
+            plain[path] = {"log": _about(run), **_plain(findings, missing)}
             if not asked.json:
-                print(f"{path}: {_about(run)}: {verdict(findings, _looked_for(run, missing))}", flush=True)
+                print(f"{path}: {_about(run)}: {verdict(findings)}", flush=True)
         if asked.json:
             print(json.dumps(plain, indent=1), flush=True)
         else:
@@ -85,9 +84,8 @@ def _read(paths: Sequence[str], *, join: bool) -> dict[str, History]:
     for path in paths:
         runs[path] = History.read(path)
     for path, run in runs.items():
-        other = other_task(run.keys)
-        if other and run.framework == "TRL":
-            raise ValueError(f"{path}: {other}")
+        if run.other_task:
+            raise ValueError(f"{path}: {run.other_task}")
     return runs
 
 
@@ -102,19 +100,6 @@ def _about(run: History) -> str:
         steps = f"{run.last_step} of {counted(planned, 'step')}"
     logs = max((len(run[key].steps) for key in run.keys), default=0)
     return "; ".join([f"{title} log, {steps}, {counted(logs, 'log')}", *run.remarks])
-
-
-def _looked_for(run: History, missing: Mapping[str, str]) -> str:
-    """Return for how many symptoms the log has what they need, and what it does not show, with the option for it."""
-    framework = of_title(run.framework)
-    symptoms = [symptom.name for symptom in SYMPTOMS if symptom.level != "note"]
-    looked = [name for name in symptoms if name not in missing]
-    lacking = [name for name in symptoms if name in missing and can_log(missing[name], framework)]
-    text = f" ({len(looked)} of {len(looked) + len(lacking)} looked for)"
-    areas = blind(run.keys, framework)
-    if areas:
-        text += f"; not looked for: {', '.join(areas)}"
-    return text
 
 
 def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) -> None:

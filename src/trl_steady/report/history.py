@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trl_steady.report.frameworks import todays_names
+from trl_steady.report.frameworks import TRL, other_task, todays_names
 from trl_steady.report.reading import RUN_FILE, Reading, joined, read
 
 __all__ = ["RUN_FILE", "History", "Series", "counted"]
@@ -53,7 +53,7 @@ class History:
         run: Mapping[str, Any] | None = None,
         *,
         is_over: bool = True,
-        framework: str = "TRL",
+        framework: str = TRL.title,
         flags: Mapping[str, frozenset[str]] | None = None,
         remarks: Sequence[str] = (),
         warnings: Sequence[str] = (),
@@ -80,7 +80,7 @@ class History:
                 steps[key].append(step)
                 values[key].append(value)
         steps.pop("step", None)
-        renamed = todays_names(steps) if framework == "TRL" else {}
+        renamed = todays_names(steps) if framework == TRL.title else {}
         self._series: dict[str, Series] = {}
         for key in steps:
             name = renamed.get(key, key)
@@ -135,6 +135,13 @@ class History:
     def keys(self) -> frozenset[str]:
         """Names of the metrics."""
         return frozenset(self._series)
+
+    @property
+    def other_task(self) -> str:
+        """Which log this is, if it is none of GRPO, RLOO or PPO. Other frameworks are recognised by those."""
+        if self.framework != TRL.title:
+            return ""
+        return other_task(self.keys)
 
     def __getitem__(self, key: str) -> Series:
         """Return the values of a metric that the run has logged."""
