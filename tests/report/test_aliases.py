@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_steady import GRPOConfig
+from trl_steady import GRPOConfig, report
 from trl_steady.report import History, diagnose
 from trl_steady.report.forms import records
 from trl_steady.report.frameworks import AREAS, FRAMEWORKS, TRL, Framework, in_words_of, of_title, recognised
@@ -143,10 +143,9 @@ def test_each_alias_says_what_it_is() -> None:
 def test_aliases_lead_to_metrics_that_a_report_reads() -> None:
     """A typing error in one of our names would make it unread."""
     known = {metric for area in AREAS.values() for metric in area}
-    text = "\n".join(
-        (Path(diagnose.__code__.co_filename).parent / name).read_text()
-        for name in ("signs.py", "symptoms.toml", "plots.toml")
-    )
+    folder = Path(report.__file__).parent
+    files = [*folder.rglob("sign*.py"), *folder.rglob("signs/*.py"), folder / "symptoms.toml", folder / "plots.toml"]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     for framework, raw in names():
         ours = framework.names[raw].ours
         stem = ours.replace("*", "")

@@ -227,9 +227,10 @@ def in_words_of(title: str, advice: str) -> str:
     framework = of_title(title)
     if framework.name in ("trl", "log-line"):
         return advice
+    options = framework.options
+    known = {*options, *_OPTION.findall(" ".join(options.values()))}
     kept: list[str] = []
     for sentence in _SENTENCE_END.split(advice):
-        options = set(_OPTION.findall(sentence))
-        if options <= framework.options.keys():
-            kept.append(_OPTION.sub(lambda match: framework.options[match[0]], sentence))
+        if known.issuperset(_OPTION.findall(sentence)):
+            kept.append(_OPTION.sub(lambda match: options.get(match[0], match[0]), sentence))
     return " ".join(kept)
