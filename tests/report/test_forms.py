@@ -79,11 +79,14 @@ def test_what_launchers_write_before_a_line_changes_nothing(prefix: str) -> None
         assert rewards(block) == {1: 0.25}
 
 
-@pytest.mark.parametrize("width", [40, 61, 80, 97, 133])
+PRINTED = "(TaskRunner pid=22) " + VERL
+
+
+@pytest.mark.parametrize("width", [40, 43, 54, 61, 80, 97, 133])  # with 43 and 54, the last piece is a digit or two
 def test_a_record_that_a_terminal_has_cut_is_whole_again(width: int) -> None:
     lines: list[str] = []
     for step in (1, 2):
-        record = "(TaskRunner pid=22) " + VERL.format(step=step, reward=step / 10)
+        record = PRINTED.format(step=step, reward=step / 10)
         lines += [record[place : place + width] for place in range(0, len(record), width)]
         lines.append("an answer: 42")
     rows = read("\n".join(lines))
@@ -181,6 +184,45 @@ def test_what_is_no_row_of_training_is_not_read(text: str) -> None:
 def test_an_answer_with_a_dictionary_is_no_row() -> None:
     answer = "│ {'reward': 3, 'loss': 2} │ 0.5 │\nfunction f() {\n"
     assert rewards("\n".join([printed(1), answer + printed(2), printed(3)])) == {1: 0.1, 2: 0.2, 3: 0.3}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "12:00:00 SUCCESS Step {} | 1h44m | Reward {} | Trainable 2/4 (50.0%) | Truncation 25.0%",
+        "SUCCESS Step {} | Time: 73.77s | Reward: {} | Seq. Length: 345.6 tokens/sample | Truncation: 25.0%",
+        "orchestrator | step {} | Time:3.2s | Avg. Reward: {} | Truncation: 25%",
+        "['16:43:41 SUCCESS Step {} | Time: 7.47s | Reward: {} | Truncation: 25.0%', '16:43:41 INFO x']",
+    ],
+)
+def test_cells_are_read_with_and_without_colons(line: str) -> None:
+    rows = read("\n".join(line.format(step, step / 10) for step in (1, 2)))
+    assert [(row["step"], row["reward"], row["completions/clipped_ratio"]) for row in rows] == [
+        (1, 0.1, 0.25),
+        (2, 0.2, 0.25),
+    ]
+    assert rows[0]["step_time"] in (6240.0, 73.77, 3.2, 7.47)
+
+
+def test_a_loop_of_ones_own_is_read_by_trls_names() -> None:
+    assert rewards("step 10 | loss 0.5 | reward=0.25 | kl 0.01\nstep 20 | loss 0.4 | reward=0.5 | kl 0.02") == {
+        10: 0.25,
+        20: 0.5,
+    }
+
+
+def test_metrics_inside_a_row_of_json_lines_have_their_own_names(tmp_path: Path) -> None:
+    """verl's file logger writes such rows."""
+    row = {"critic/score/mean": 0.5, "actor/pg_loss": 0.1, "timing_s": {"gen": 2.0}}
+    (tmp_path / "log").write_text("\n".join(json.dumps({"step": step, "data": row}) for step in (1, 2)))
+    history = History.read(tmp_path / "log")
+    assert history.framework == "verl" and history["reward"].steps.tolist() == [1, 2]
+    assert history["time/generation"].values.tolist() == [2.0, 2.0]
+
+
+def test_a_csv_of_several_runs_is_read_for_the_first(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("Step,a - train/reward,a - train/reward__MIN,b - train/reward\n1,0.1,0,\n2,,0,0.9\n")
+    assert History.read(tmp_path / "log")["reward"].values.tolist() == [0.1]
 
 
 def test_a_log_that_is_cut_at_both_ends_keeps_what_it_has() -> None:

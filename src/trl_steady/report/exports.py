@@ -9,6 +9,7 @@ from typing import Any
 
 from trl_steady.report.forms import Record, number, records
 
+_WRAPPERS = ("data", "metrics", "logs", "scalars")  # objects that hold all metrics of a row
 _LISTS = ("log_history", "history", "rows", "data")
 
 
@@ -20,14 +21,14 @@ def row_records(rows: Iterable[object]) -> Iterator[Record]:
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers of a row. The names of an object inside it follow its own and a slash."""
+    """Return the numbers of a row. The names of an object inside it follow its own and a slash, if that says more."""
     values: dict[str, float] = {}
     for key, value in row.items():
         name = f"{prefix}{key}"
         if value is None:  # TRL logs NaN as None
             values[name] = math.nan
         elif isinstance(value, Mapping):
-            values |= flat(value, f"{name}/")
+            values |= flat(value, prefix if key in _WRAPPERS else f"{name}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             values[name] = float(value)
         elif isinstance(value, str):
@@ -112,7 +113,7 @@ def _table_text(html: str) -> str:
     return unescape(re.sub(r"<[^>]*>", "", html))
 
 
-_STEPS = {"Step", "_step", "step", "global_step", "trainer/global_step", "train/global_step", "training/global_step"}
+_STEPS = {"Step", "_step", "step", "global_step", "training_step", "train/global_step", "training/global_step"}
 
 
 def csv_columns(line: str) -> list[str]:

@@ -223,14 +223,14 @@ def pairs(line: str) -> list[Record]:
     return [Record("pairs", "step", int(match[1]), values)]
 
 
-_CELLS = re.compile(r"(?:^|[^\w/])(?<!Micro )Step (\d+)(?:/(\d+))? \| ([^'\"`]+)")
-_CELL = re.compile(rf"([A-Za-z][\w. -]*?)\s*:?\s+({_NUMBER}|nan|inf)(?:(%)|/(\d+))?")
-_SECONDS = re.compile(rf"(?:Time:? )?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:({_NUMBER})s)?$")
+_CELLS = re.compile(r"(?:^|[^\w/])(?<!Micro )[Ss]tep:? +(\d+)(?:/(\d+))? \| ([^'\"`]+)")
+_CELL = re.compile(rf"([A-Za-z][\w./ -]*?)(?:\s*[:=]\s*|\s+)({_NUMBER}|nan|inf)(?:(%)|/(\d+))?")
+_SECONDS = re.compile(rf"(?:Time:? ?)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:({_NUMBER})s)?$")
 
 
 def cells(line: str) -> list[Record]:
     """Return the record of a line such as `Step 3 | 22.5s | Reward 0.5000 | Truncation 1.0%`."""
-    if "Step " not in line:
+    if "tep" not in line or " | " not in line:
         return []
     found: list[Record] = []
     for match in _CELLS.finditer(line):
