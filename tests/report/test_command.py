@@ -193,6 +193,9 @@ def test_a_log_beside_the_checkpoints_says_what_came_after_them(
     assert History.read(tmp_path).last_step == 13
     log.write_text("\n".join(f"step {step}/40  reward 0.90  KL 0.01  12 s" for step in range(1, 14)))
     assert History.read(tmp_path).last_step == 10  # another run
+    log_of(tmp_path, "train.log", range(1, 17))
+    os.utime(log, (0, 0))  # of a run before
+    assert History.read(tmp_path).last_step == 10
 
 
 def test_logs_of_the_processes_of_a_run_are_joined_if_it_is_asked_for(

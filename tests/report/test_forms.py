@@ -222,7 +222,8 @@ def test_metrics_inside_a_row_of_json_lines_have_their_own_names(tmp_path: Path)
 
 def test_a_csv_of_several_runs_is_read_for_the_first(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("Step,a - train/reward,a - train/reward__MIN,b - train/reward\n1,0.1,0,\n2,,0,0.9\n")
-    assert History.read(tmp_path / "log")["reward"].values.tolist() == [0.1]
+    history = History.read(tmp_path / "log")
+    assert history["reward"].values.tolist() == [0.1] and history.keys == {"reward"}
 
 
 def test_a_log_that_is_cut_at_both_ends_keeps_what_it_has() -> None:

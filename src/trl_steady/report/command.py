@@ -49,7 +49,7 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
         plain: dict[str, object] = {}
         for path, run in runs.items():
             for warning in run.warnings:
-                print(f"trl-steady: {warning}", file=sys.stderr)
+                print(f"trl-steady: {warning} The checkpoint before it is read.", file=sys.stderr)
             findings, missing = diagnose(run)
             present += [finding for finding in findings if finding.passed is None]
             plain[path] = {"log": _about(run), **_plain(findings, missing)}

@@ -19,6 +19,7 @@ RUN_FILE = "steady.json"
 STDIN = "-"
 _STATE = "trainer_state.json"
 _LOGS = ("*.log", "*.txt", "*.out", "*.jsonl")
+_LARGEST = 500_000_000  # bytes of a log that nobody has named
 _OF_RUN = {"settings": dict, "notes": list, "versions": dict, "answers": list}  # of steady.json
 _LIVE = 600.0  # seconds since a file was written, within which its run may go on
 
@@ -60,14 +61,15 @@ def read(path: str | Path) -> Reading:
 
 
 def _read_folder(folder: Path) -> Reading:
-    states, warnings = _states(folder)
-    for file in states:
+    warnings: list[str] = []
+    for file in _states(folder):
         try:
             found = _read_file(file)
         except ValueError as error:
-            warnings.append(f"{error} An older checkpoint is read.")
+            warnings.append(str(error))
             continue
-        return _with_later_rows(found._replace(warnings=warnings), folder)
+        logs = _logs(folder, written_after=file.stat().st_mtime)
+        return _with_later_rows(found._replace(warnings=warnings), logs)
     logs = _logs(folder)
     if len(logs) == 1:
         [(file, found)] = logs.items()
@@ -76,14 +78,14 @@ def _read_folder(folder: Path) -> Reading:
         names = ", ".join(sorted(file.name for file in logs))
         raise ValueError(f"{folder} has several logs: {names}. Give one of them, or those of one run with --join.")
     if warnings:
-        raise ValueError(" ".join(warnings).replace(" An older checkpoint is read.", ""))
+        raise ValueError(f"{folder} has no checkpoint that can be read: {warnings[0]}")
     raise ValueError(
         f"{folder} has no {_STATE}, no checkpoint with one, and no log. "
         "Give an output folder, a checkpoint, or the file of a log."
     )
 
 
-def _states(folder: Path) -> tuple[list[Path], list[str]]:
+def _states(folder: Path) -> list[Path]:
     """Return the states of an output folder and of its checkpoints, newest first."""
     steps: dict[Path, int] = {}
     for file in (folder / _STATE, *folder.glob(f"checkpoint-*/{_STATE}")):
@@ -93,16 +95,19 @@ def _states(folder: Path) -> tuple[list[Path], list[str]]:
         steps[file] = int(number) if number.isdigit() else 0
         try:
             steps[file] = int(json.loads(file.read_text()).get("global_step", 0))
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, OverflowError):
             continue  # it is named when it is read
-    return sorted(steps, key=lambda file: steps[file], reverse=True), []
+    return sorted(steps, key=lambda file: steps[file], reverse=True)
 
 
-def _logs(folder: Path) -> dict[Path, Reading]:
-    """Return the files of a folder that have rows of a log."""
+def _logs(folder: Path, written_after: float = 0.0) -> dict[Path, Reading]:
+    """Return the files of a folder that have rows of a log, and were written after this time."""
     found: dict[Path, Reading] = {}
     for pattern in _LOGS:
         for file in sorted(folder.glob(pattern)):
+            about = file.stat()
+            if about.st_mtime < written_after or about.st_size > _LARGEST:  # such as a data set
+                continue
             try:
                 found[file] = _read_file(file)
             except (OSError, ValueError):
@@ -110,12 +115,11 @@ def _logs(folder: Path) -> dict[Path, Reading]:
     return found
 
 
-def _with_later_rows(found: Reading, folder: Path) -> Reading:
-    """Add the rows of the folder's log behind those of its checkpoint, if it is a log of the same run."""
+def _with_later_rows(found: Reading, logs: Mapping[Path, Reading]) -> Reading:
+    """Add the rows of a log behind those of a checkpoint, if it is a log of the same run."""
     last = max(map(_step, found.rows), default=-1)
     if last < 0:
         return found
-    logs = _logs(folder)
     for file, log in logs.items():
         later = [row for row in log.rows if _step(row) > last]
         if later and _agree(found.rows, log.rows):
