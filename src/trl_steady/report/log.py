@@ -151,6 +151,7 @@ class _Names:
         step: float | None = record.step
         name_of_step = record.label
         for name in self._steps:
+            values.pop(ours[name], None)
             if step is None and abs(record.values.get(name, math.inf)) < _MOST_STEPS:
                 step = record.values[name]
                 name_of_step = name
