@@ -1,7 +1,11 @@
 """`trl-steady report`: what it reads, prints and returns."""
 
+import io
 import json
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,7 +52,8 @@ def test_a_log_with_symptoms_fails_on_their_level(tmp_path: Path, capsys: pytest
     dropped = write(tmp_path / "dropped", rows(40, **{"dropped/off_policy": 1.0, "reward": 0.5, "grad_norm": 1.0}))
     assert cli.main(["report", str(dropped)]) == 0
     printed = capsys.readouterr().out
-    assert f"{dropped}, 40 steps: " in printed and "since step 1:" in printed
+    assert printed.startswith(f"{dropped}: TRL log, 40 steps, 40 logs: symptoms: 2 (")
+    assert "since step 1:" in printed
     assert "off_policy_mask_threshold" in printed
     assert cli.main(["report", str(dropped), "--fail-on", "warning"]) == 1
     capsys.readouterr()
@@ -59,14 +64,14 @@ def test_a_log_with_symptoms_fails_on_their_level(tmp_path: Path, capsys: pytest
 
 
 def test_a_watched_run_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write(tmp_path / "out", rows(3))
+    folder = write(tmp_path / "out", rows(3, reward=0.5))
     shown: list[int] = []
     waits = iter([2, -1, 5, 0])  # steps that the run has logged more after each wait; -1: a file is half written
 
     def wait(_: float) -> None:
         if (more := next(waits)) == 0:
             raise KeyboardInterrupt
-        text = json.dumps({"global_step": 1, "log_history": rows((shown or [3])[-1] + more)})
+        text = json.dumps({"global_step": 1, "log_history": rows((shown or [3])[-1] + more, reward=0.5)})
         (folder / "trainer_state.json").write_text("{" if more < 0 else text)
 
     def diagnose(run: History) -> tuple[list[Any], dict[str, str]]:
@@ -83,10 +88,21 @@ def test_a_watched_run_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("content", "words"),
     [
         (None, "no trainer_state.json"),
+        ("", "is empty"),
         ("{", "no log of a run"),
         ("[1]", "no log of a run"),
         ("{}", "no rows under"),
         ("7", "no log of a run"),
+        ('{"log_history": null}', "'log_history' is null, not a list"),
+        ('{"log_history": [1, 2]}', "the rows of 'log_history' are int"),
+        ('{"log_history": {"step": 1}}', "not a list of rows"),
+        ('{"global_step": 20, "log_history": [{"step"', "cut off or damaged"),
+        ("PK\0\0\1", "is no text"),
+        ("[" * 100_000, "no log of a run"),
+        ("hello\nworld\n", "no progress bar and no record"),
+        ("  5%|##   | 34/720 [03:36<1:12:33,  6.35s/it]\n", "a progress bar to 34 of 720"),
+        ("{'val/score': 1.0, 'epoch': 2}\n", "records with val/score, epoch"),
+        ('{"nbformat": 4, "cells": [1, {"outputs": [1, {"data": null, "text": 5}]}]}', "no record of metrics"),
     ],
 )
 def test_what_is_no_log_is_refused(
@@ -94,8 +110,10 @@ def test_what_is_no_log_is_refused(
 ) -> None:
     if content is not None:
         (tmp_path / "state.json").write_text(content)
-    assert cli.main(["report", str(tmp_path if content is None else tmp_path / "state.json")]) == 2
-    assert words in capsys.readouterr().err
+    path = tmp_path if content is None else tmp_path / "state.json"
+    assert cli.main(["report", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and str(path) in line
 
 
 def test_the_worst_symptom_comes_first_and_a_warning_is_not_critical(tmp_path: Path) -> None:
@@ -107,3 +125,186 @@ def test_the_worst_symptom_comes_first_and_a_warning_is_not_critical(tmp_path: P
     both = [{**row, "dropped/veto": float(row["step"] > 30)} for row in rows(40, **cut_off)]
     levels = [finding.symptom.level for finding in diagnose(History(both))[0]]
     assert levels == sorted(levels) and {*levels} == {"critical", "warning"}  # "critical" is before "warning"
+
+
+def log_of(folder: Path, name: str, steps: range) -> Path:
+    """Write a console log of a run whose reward is a hundredth of its step."""
+    lines = [f"{{'loss': 0.1, 'grad_norm': 0.5, 'reward': {step / 100}, 'step': {step}}}" for step in steps]
+    folder.mkdir(exist_ok=True)
+    file = folder / name
+    file.write_text("\n".join(lines))
+    return file
+
+
+def state_of(folder: Path, steps: range) -> Path:
+    logged = [{"step": step, "reward": step / 100, "grad_norm": 0.5} for step in steps]
+    return write(folder / f"checkpoint-{steps[-1]}", logged) / "trainer_state.json"
+
+
+def test_a_pipe_is_read_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = log_of(tmp_path, "log", range(1, 21)).read_bytes()
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["-"], ["-", "--output", "page.html"]):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+        assert cli.main(["report", *arguments]) == 0
+        assert capsys.readouterr().out.startswith("-: TRL log, 20 steps, 20 logs: symptoms: 0")
+        assert (tmp_path / "page.html").exists() == (len(arguments) > 1) and not (tmp_path / "report.html").exists()
+    assert cli.main(["report", "-", "--watch"]) == 2 and "--watch cannot" in capsys.readouterr().err
+
+
+def test_a_folder_with_one_log_is_read_and_with_several_asks_for_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_of(tmp_path, "train.log", range(1, 21))
+    (tmp_path / "requirements.txt").write_text("trl\n")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert f"{tmp_path}: TRL log, 20 steps, 20 logs; read from train.log: " in capsys.readouterr().out
+    log_of(tmp_path, "other.log", range(1, 9))
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "has several logs: other.log, train.log" in capsys.readouterr().err
+
+
+def test_a_newest_checkpoint_that_is_cut_off_is_named_and_the_one_before_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state_of(tmp_path, range(1, 11))
+    newest = state_of(tmp_path, range(1, 21))
+    newest.write_text(newest.read_text()[:-40])
+    assert cli.main(["report", str(tmp_path), "--json"]) == 0
+    assert f"{newest} is no log of a run: it is cut off" in capsys.readouterr().err
+    assert History.read(tmp_path).last_step == 10
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text("{")
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "checkpoint-20" in capsys.readouterr().err
+
+
+def test_a_log_beside_the_checkpoints_says_what_came_after_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state_of(tmp_path, range(1, 11))
+    log = log_of(tmp_path, "train.log", range(1, 17))
+    history = History.read(tmp_path)
+    assert history["reward"].values.tolist() == [step / 100 for step in range(1, 17)]
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "16 steps, 16 logs; the steps after 10 are from train.log: " in capsys.readouterr().out
+    log.write_text("\n".join(f"step {step}/40  reward {step / 100:.2f}  KL 0.01  12 s" for step in range(1, 14)))
+    assert History.read(tmp_path).last_step == 13
+    log.write_text("\n".join(f"step {step}/40  reward 0.90  KL 0.01  12 s" for step in range(1, 14)))
+    assert History.read(tmp_path).last_step == 10  # another run
+    log_of(tmp_path, "train.log", range(1, 17))
+    os.utime(log, (0, 0))  # of a run before
+    assert History.read(tmp_path).last_step == 10
+
+
+def test_logs_of_the_processes_of_a_run_are_joined_if_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, orchestrator = tmp_path / "trainer.log", tmp_path / "orchestrator.log"
+    trainer.write_text("\n".join(f"Step {step} | 9.0s | Loss 0.1 | Entropy 0.5" for step in range(1, 9)))
+    orchestrator.write_text("\n".join(f"Step {step} | 9.0s | Reward 0.{step}" for step in range(1, 8)))
+    assert cli.main(["report", str(trainer), str(orchestrator)]) == 0
+    two = capsys.readouterr().out
+    assert "trainer.log: prime-rl log, 8 steps" in two and "orchestrator.log: prime-rl log, 7 steps" in two
+    assert cli.main(["report", "--join", str(trainer), str(orchestrator)]) == 0
+    assert f"{trainer} + {orchestrator}: prime-rl log, 8 steps, 8 logs: " in capsys.readouterr().out
+    joined = History.joined([trainer, orchestrator])
+    assert joined["reward"].steps.tolist() == [*range(1, 8)] and joined["entropy"].steps.tolist() == [*range(1, 9)]
+    other = tmp_path / "other.log"
+    other.write_text(orchestrator.read_text())
+    assert cli.main(["report", "--join", str(orchestrator), str(other)]) == 2
+    assert "both have a reward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("loss grad_norm learning_rate mean_token_accuracy num_tokens entropy", "This is a log of SFT: it has loss"),
+        ("loss eval_loss", "This is a log of SFT: it has loss, eval_loss and no reward"),
+        ("loss rewards/chosen rewards/rejected rewards/margins logps/chosen", "This is a log of DPO: it has rewards/"),
+        ("reward_mean kl_divergence loss", "There is no metric named reward, so this is no log of GRPO"),
+    ],
+)
+def test_a_log_of_another_training_is_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: str, words: str
+) -> None:
+    folder = write(tmp_path / "out", [{"step": step, **dict.fromkeys(keys.split(), 0.5)} for step in range(1, 41)])
+    assert cli.main(["report", str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{folder}: {words}" in line
+
+
+def test_a_run_that_has_logged_no_metric_yet_is_none_of_another_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "out", [{"step": 5, "train_runtime": 1.0, "train_loss": 0.1, "epoch": 1.0}])
+    (folder / "trainer_state.json").write_text(
+        json.dumps({"log_history": [{"step": 5, "train_runtime": 1.0, "epoch": 1.0}]})
+    )
+    assert cli.main(["report", str(folder)]) == 0
+    assert "0 logs of the reward: too few" in capsys.readouterr().out
+
+
+def test_the_first_line_says_what_was_looked_for_and_what_the_log_does_not_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.log"
+    line = "step:{0} - actor/pg_loss:0.1 - actor/grad_norm:0.5 - actor/lr:1e-06 - critic/score/mean:0.{0} - x:1"
+    file.write_text("\n".join(line.format(step) for step in range(1, 10)) + "\nTraining: 3%|  | 9/300 [0:01<0:02]")
+    os.utime(file, (0, 0))
+    assert cli.main(["report", str(file)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(f"{file}: verl log, 9 of 300 steps, 9 logs: symptoms: ")
+    assert (
+        "groups (not logged by verl)" in first and "policy (actor_rollout_ref.actor.calculate_entropy=True)" in first
+    )
+    assert "KL (" in first and "reward (" not in first and "gradient (" not in first
+
+
+def test_a_log_that_is_still_written_is_no_run_that_is_over(tmp_path: Path) -> None:
+    file = log_of(tmp_path, "train.log", range(1, 5))
+    assert History.read(file).is_over  # how long it will be is not known
+    file.write_text(file.read_text() + "\n 10%|#   | 4/40 [00:01<00:09,  1.00s/it]")
+    assert not History.read(file).is_over
+    os.utime(file, (0, 0))
+    assert History.read(file).is_over
+
+
+def test_bytes_of_other_encodings_are_read(tmp_path: Path) -> None:
+    text = log_of(tmp_path, "log", range(1, 9)).read_text()
+    for content in (
+        b"\xff\xfe" + text.encode("utf-16-le"),
+        text.encode() + b"\n\xff\xfe\x80",
+        b"\xef\xbb\xbf" + text.encode(),
+    ):
+        (tmp_path / "log").write_bytes(content)
+        assert History.read(tmp_path / "log").last_step == 8
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = log_of(tmp_path, "train.log", range(1, 9))
+    assert cli.main(["report", str(file), "--output", str(tmp_path / "no" / "page.html")]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be written" in line and "--output" in line
+
+
+@pytest.mark.parametrize(
+    ("row", "run"),
+    [
+        ({"step": None, "reward": 1.0}, {}),
+        ({"step": "9", "reward": "x"}, {}),
+        ({"step": 10**30, "reward": 1.0}, {}),
+        ({"step": 9, "loss": 10**400}, {}),
+        ({}, {"settings": None, "notes": 5}),
+        ({}, {"settings": [1], "versions": 5, "answers": 5}),
+        ({}, [1]),
+    ],
+)
+def test_a_damaged_row_or_run_is_left_out(tmp_path: Path, row: dict[str, Any], run: Any) -> None:
+    folder = write(tmp_path / "out", rows(8, reward=0.5))
+    state = {"max_steps": 9, "log_history": [*rows(8, reward=0.5), row]}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    (folder / "steady.json").write_text(json.dumps(run))
+    assert cli.main(["report", str(folder)]) == 0
+    assert len(History.read(folder)["reward"].steps) == 8

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trl_steady.report.history import History, counted
+from trl_steady.report.reading import STDIN
 from trl_steady.report.symptoms import Finding, diagnose, verdict
 
 _LEVELS = ("warning", "critical")
@@ -26,7 +27,8 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
     """
     parser = argparse.ArgumentParser(prog="trl-steady report", description="Say what is wrong with a run.")
     vars(parser)["error"] = refuse
-    parser.add_argument("path", nargs="*", help="an output folder, a checkpoint, or a trainer_state.json")
+    parser.add_argument("path", nargs="*", help="an output folder, a checkpoint, a file with a log, or - for a pipe")
+    parser.add_argument("--join", action="store_true", help="the paths are logs of the processes of one run")
     parser.add_argument("--compare", nargs="+", default=(), metavar="PATH", help="runs for one page, such as a-seed0")
     parser.add_argument("--output", type=Path, help="the page; by default report.html or comparison.html")
     parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON, and write no page")
@@ -36,40 +38,74 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
     paths = [*asked.path, *asked.compare]
     if not paths or (asked.path and asked.compare) or (asked.output and len(asked.path) > 1):
         refuse("give a PATH, several without --output, or --compare PATH PATH ...")
+    if STDIN in paths and asked.watch:
+        refuse("--watch cannot read a pipe again. Give the file of the log.")
     while True:
         try:
-            runs = {path: History.read(path) for path in paths}
+            runs = _read(paths, join=asked.join)
         except ValueError as error:
             refuse(str(error))
         present: list[Finding] = []
         plain: dict[str, object] = {}
         for path, run in runs.items():
+            for warning in run.warnings:
+                print(f"trl-steady: {warning} The checkpoint before it is read.", file=sys.stderr)
             findings, missing = diagnose(run)
             present += [finding for finding in findings if finding.passed is None]
-            plain[path] = _plain(findings, missing)
+            plain[path] = {"log": _about(run), **_plain(findings, missing)}
             if not asked.json:
-                print(f"{path}, {counted(run.last_step, 'step')}: {verdict(findings)}", flush=True)
+                print(f"{path}: {_about(run)}: {verdict(findings)}", flush=True)
         if asked.json:
             print(json.dumps(plain, indent=1), flush=True)
         else:
-            _write(runs, asked.output, together=bool(asked.compare))
+            try:
+                _write(runs, asked.output, together=bool(asked.compare))
+            except OSError as error:
+                print(f"trl-steady: the page cannot be written ({error}). Set --output.", file=sys.stderr)
         if not asked.watch:
             break
         shown = last_steps = [run.last_step for run in runs.values()]
         while last_steps == shown:
             time.sleep(_WAIT)
             with contextlib.suppress(OSError, ValueError):  # a checkpoint that is being written or deleted
-                last_steps = [History.read(path).last_step for path in paths]
+                last_steps = [run.last_step for run in _read(paths, join=asked.join).values()]
     if asked.fail_on is None:
         return 0
     failing = _LEVELS[_LEVELS.index(asked.fail_on) :]
     return int(any(finding.symptom.level in failing for finding in present))
 
 
+def _read(paths: Sequence[str], *, join: bool) -> dict[str, History]:
+    """Return the runs by path, or one run of all paths. Raises ValueError for a log of another kind of training."""
+    runs: dict[str, History] = {}
+    if join:
+        runs[" + ".join(paths)] = History.joined(paths)
+        paths = ()
+    for path in paths:
+        runs[path] = History.read(path)
+    for path, run in runs.items():
+        if run.other_task:
+            raise ValueError(f"{path}: {run.other_task}")
+    return runs
+
+
+def _about(run: History) -> str:
+    """Return which log this is, how far the run is, and how it was read: "verl log, 192 of 300 steps, 192 logs"."""
+    title = run.framework
+    if "notes" in run.run:  # of steady.json
+        title = "trl-steady"
+    steps = counted(run.last_step, "step")
+    planned = run.settings.get("max_steps") or 0
+    if planned > run.last_step:
+        steps = f"{run.last_step} of {counted(planned, 'step')}"
+    logs = max((len(run[key].steps) for key in run.keys), default=0)
+    return "; ".join([f"{title} log, {steps}, {counted(logs, 'log')}", *run.remarks])
+
+
 def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) -> None:
     """Write the pages of the runs, or one of all of them, and print where they are."""
     if find_spec("matplotlib") is None:
-        print("trl-steady: the page needs matplotlib. pip install 'trl-steady[report]'", file=sys.stderr)
+        print("trl-steady: the page needs matplotlib. pip install matplotlib", file=sys.stderr)
         return
     from trl_steady.report.page import write, write_comparison
 
@@ -83,6 +119,8 @@ def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) 
         if not folder.is_dir():
             folder = folder.parent
         file = output or folder / "report.html"
+        if path == STDIN and output is None:
+            continue  # a pipe has no folder
         write(file, path, run)
         print(file, flush=True)
 

@@ -1,6 +1,5 @@
-"""The log of a run as series of numbers. This file knows how transformers stores a log, and TRL's names of metrics."""
+"""The log of a run as series of numbers, with TRL's names of metrics."""
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,9 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-RUN_FILE = "steady.json"
-"""File of a checkpoint with the settings of the run and its warnings."""
-_STATE = "trainer_state.json"
+from trl_steady.report.frameworks import TRL, other_task, todays_names
+from trl_steady.report.reading import RUN_FILE, Reading, joined, read
+
+__all__ = ["RUN_FILE", "History", "Series", "counted"]
+
+_MOST_STEPS = 2**53  # a damaged file can have any number
 
 
 class Series(NamedTuple):
@@ -41,6 +43,8 @@ class History:
         framework: The name of the framework that wrote the log, such as "verl".
         flags: For a metric whose values differ from TRL's of the same name, what they are: "kept_only" is a mean over
             kept groups only, "sum" is a sum over the tokens of an answer or over the updates of a step.
+        remarks: How the log was read, for the line of the run.
+        warnings: Files of the run that could not be read.
     """
 
     def __init__(
@@ -49,13 +53,17 @@ class History:
         run: Mapping[str, Any] | None = None,
         *,
         is_over: bool = True,
-        framework: str = "TRL",
+        framework: str = TRL.title,
         flags: Mapping[str, frozenset[str]] | None = None,
+        remarks: Sequence[str] = (),
+        warnings: Sequence[str] = (),
     ) -> None:
         self.run = dict(run or {})
         self.is_over = is_over
         self.framework = framework
         self.flags = dict(flags or {})
+        self.remarks = list(remarks)
+        self.warnings = list(warnings)
         self.last_step = 0
         rows = _without_replaced(rows)
         if rows:
@@ -63,47 +71,48 @@ class History:
         steps: defaultdict[str, list[float]] = defaultdict(list)
         values: defaultdict[str, list[float]] = defaultdict(list)
         for row in rows:
+            step = row["step"]
             for key, value in row.items():
                 if value is None:  # TRL logs NaN as None
                     value = math.nan
-                if key == "step" or isinstance(value, bool) or not isinstance(value, (int, float)):
+                if type(value) is not float and not _is_number(value):
                     continue
-                steps[key].append(row["step"])
+                steps[key].append(step)
                 values[key].append(value)
+        steps.pop("step", None)
+        renamed = todays_names(steps) if framework == TRL.title else {}
         self._series: dict[str, Series] = {}
         for key in steps:
-            self._series[key] = Series(np.asarray(steps[key], np.int64), np.asarray(values[key], np.float64))
+            name = renamed.get(key, key)
+            self._series[name] = Series(np.asarray(steps[key], np.int64), np.asarray(values[key], np.float64))
 
     @classmethod
     def read(cls, path: str | Path) -> "History":
-        """Read an output folder, a checkpoint, or a file with a log.
+        """Read an output folder, a checkpoint, a file with a log, or standard input for "-".
 
-        A file is a `trainer_state.json`, or JSON with the rows under "history" as recipes write it.
+        A file is a `trainer_state.json`, the output of a run as text, JSON, JSON lines, or CSV.
 
         Raises:
-            ValueError: There is no log. The message says where it was looked for.
+            ValueError: There is no log. The message has one line, with the file and what it has.
         """
-        path = Path(path)
-        file = path
-        if not path.is_file():
-            file = _newest_state(path)
-        if file is None:
-            raise ValueError(
-                f"{path} has no {_STATE} and no checkpoint with one. Give an output folder, a checkpoint, or the file."
-            )
-        try:
-            state = json.loads(file.read_text())
-            key = "log_history" if "log_history" in state else "history"
-            rows = state[key]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{file} is no log of a run: it has no rows under 'log_history' ({error}).") from None
-        run: dict[str, Any] = {}
-        run_file = file.parent / RUN_FILE
-        if run_file.is_file():
-            run = json.loads(run_file.read_text())
-        if state.get("max_steps", 0) > 0:  # the config of a run of epochs has -1
-            run["settings"] = {**run.get("settings", {}), "max_steps": state["max_steps"]}
-        return cls(rows, run)
+        return cls._of(read(path))
+
+    @classmethod
+    def joined(cls, paths: Sequence[str | Path]) -> "History":
+        """Read the logs of the processes of one run, and join them by step. Raises ValueError as `read` does."""
+        return cls._of(joined({str(path): read(path) for path in paths}))
+
+    @classmethod
+    def _of(cls, found: Reading) -> "History":
+        return cls(
+            found.rows,
+            found.run,
+            is_over=found.is_over,
+            framework=found.framework.title,
+            flags=found.flags,
+            remarks=found.remarks,
+            warnings=found.warnings,
+        )
 
     def until(self, step: int) -> "History":
         """Return the history as it was at an optimizer step, while the run trained."""
@@ -126,6 +135,13 @@ class History:
     def keys(self) -> frozenset[str]:
         """Names of the metrics."""
         return frozenset(self._series)
+
+    @property
+    def other_task(self) -> str:
+        """Which log this is, if it is none of GRPO, RLOO or PPO. Other frameworks are recognised by those."""
+        if self.framework != TRL.title:
+            return ""
+        return other_task(self.keys)
 
     def __getitem__(self, key: str) -> Series:
         """Return the values of a metric that the run has logged."""
@@ -154,7 +170,7 @@ def _without_replaced(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
     kept: list[Mapping[str, Any]] = []
     for row in rows:
         step = row.get("step")
-        if not isinstance(step, (int, float)) or math.isnan(step):
+        if not isinstance(step, (int, float)) or not abs(step) < _MOST_STEPS:  # NaN is not less
             continue
         if kept and kept[-1]["step"] > step:
             kept = [earlier for earlier in kept if earlier["step"] < step]
@@ -162,18 +178,8 @@ def _without_replaced(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
     return kept
 
 
-def _newest_state(folder: Path) -> Path | None:
-    """Return the state of an output folder or of its checkpoints with the most steps; None if there is no state."""
-    newest: Path | None = None
-    most_steps = -1
-    for file in (folder / _STATE, *folder.glob(f"checkpoint-*/{_STATE}")):
-        if not file.is_file():
-            continue
-        steps = json.loads(file.read_text()).get("global_step", 0)
-        if steps > most_steps:
-            newest = file
-            most_steps = steps
-    return newest
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def counted(number: int, noun: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trl_steady.report import signs
+from trl_steady.report.frameworks import blind, can_log, in_words_of, of_title
 from trl_steady.report.history import History
 
 
@@ -55,6 +56,17 @@ class Finding(NamedTuple):
         return f"{self.symptom.level}: {what}. {self.advice}"
 
 
+class Findings(list[Finding]):
+    """What a run shows, and for what its log was searched."""
+
+    def __init__(self, findings: Sequence[Finding], looked_for: str, other_task: str) -> None:
+        super().__init__(findings)
+        self.looked_for = looked_for
+        """Words behind the number of symptoms: for how many the log has what they need, and what it lacks."""
+        self.other_task = other_task
+        """Which log this is, if it is none of GRPO, RLOO or PPO."""
+
+
 _TEXTS = ("level", "what", "advice", "page", "explains", "hides")
 
 
@@ -72,8 +84,8 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SYMPTOMS: tuple[Symptom, ...] = tuple(_symptom(name, table) for name, table in _TABLES.items())
 
 
-def _advice(symptom: Symptom, settings: Mapping[str, Any]) -> str:
-    """Return the sentences of the advice that make sense with these settings."""
+def _advice(symptom: Symptom, settings: Mapping[str, Any], framework: str) -> str:
+    """Return the sentences of the advice that make sense with these settings, in the words of a framework."""
     conditions: set[str] = set()
     for name, value in settings.items():
         conditions.add(f"{name}={value}")
@@ -84,7 +96,7 @@ def _advice(symptom: Symptom, settings: Mapping[str, Any]) -> str:
             sentences.append(entry)
         elif conditions.isdisjoint(entry[1:]):
             sentences.append(entry[0])
-    return " ".join(sentences)
+    return in_words_of(framework, " ".join(sentences)) or f"docs/{symptom.page} has the causes."
 
 
 def look(history: History) -> tuple[dict[str, Finding], dict[str, str]]:
@@ -99,7 +111,7 @@ def look(history: History) -> tuple[dict[str, Finding], dict[str, str]]:
             continue
         if found is not None:
             evidence = f"{found.metric} {found.evidence}".strip()
-            advice = _advice(symptom, {**history.settings, **found.facts})
+            advice = _advice(symptom, {**history.settings, **found.facts}, history.framework)
             findings[symptom.name] = Finding(symptom, found.since, found.metric, evidence, advice)
     for finding in list(findings.values()):
         for name in finding.symptom.hides:
@@ -164,15 +176,37 @@ def diagnose(history: History) -> tuple[list[Finding], dict[str, str]]:
         ordered.append(head)
         ordered += [effect for effect in ranked if effect.cause == head.symptom.name]
     ordered += sorted(passed.values(), key=_rank)
-    return ordered, missing
+    return Findings(ordered, _looked_for(history, missing), history.other_task), missing
 
 
 def _rank(finding: Finding) -> tuple[int, int]:
     return ("critical", "warning", "note").index(finding.symptom.level), finding.since
 
 
+def _looked_for(history: History, missing: Mapping[str, str]) -> str:
+    """Return for how many symptoms the log has what they need, of those that a plain run of its framework could show.
+
+    Areas that the log does not show follow, with the option for each.
+    """
+    framework = of_title(history.framework)
+    looked = 0
+    lacking = 0
+    for symptom in SYMPTOMS:
+        if symptom.level == "note":
+            continue
+        if symptom.name not in missing:
+            looked += 1
+        elif can_log(missing[symptom.name], framework):
+            lacking += 1
+    text = f" ({looked} of {looked + lacking} looked for)"
+    areas = blind(history.keys, framework)
+    if areas:
+        text = f"{text}; not looked for: {', '.join(areas)}"
+    return text
+
+
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return what a run shows, with a line for each symptom."""
+    """Return what a run shows, with a line for each symptom. Findings of `diagnose` also say what was looked for."""
     heads = 0
     notes: list[str] = []
     lines: list[str] = []
@@ -187,6 +221,10 @@ def verdict(findings: Sequence[Finding]) -> str:
         if finding.passed is None:
             heads += 1
     first = f"symptoms: {heads}"
+    other = ""
+    if isinstance(findings, Findings):
+        first += findings.looked_for
+        other = findings.other_task
     if notes and not heads:
-        first = notes[0]
+        first = other or notes[0]
     return "\n".join([first, *lines])

@@ -1,0 +1,321 @@
+"""The rows of a run from the records of its log: which framework wrote them, at which steps, with our names."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from trl_steady.report.forms import Record, Rounded
+from trl_steady.report.frameworks import FINE, OUTCOMES, TRL, Alias, Framework, recognised, todays_names
+
+_STEPS = ("step", "global_step", "train/global_step", "training/global_step", "Step", "_step")
+_CALLS = ("_step", "Step")  # W&B counts calls of log(), and its tables and CSV name them so
+_MOST_STEPS = 2**53  # a damaged file can have any number
+_LARGEST_ENTROPY = 13.0  # nats: above the logarithm of any vocabulary, so that it is a sum over tokens
+
+
+class Log(NamedTuple):
+    """What was read from a log."""
+
+    rows: Sequence[Mapping[str, float]]
+    framework: Framework
+    flags: Mapping[str, frozenset[str]]
+    max_steps: int
+    """0 if it is not known."""
+    remarks: Sequence[str]
+    """Sentences about what was read, and how."""
+    seen: str
+    """What the log has, for an error if it has no row."""
+
+
+def read_records(records: Iterable[Record]) -> Log:
+    """Return the rows of a run from its records and progress bars."""
+    shown: list[Record] = []
+    for record in records:
+        if record.form == "bar" and shown and shown[-1] == record:
+            continue
+        shown.append(record)
+    names: Counter[str] = Counter()
+    forms: set[str] = set()
+    for record in shown:
+        names.update(record.values.keys())
+        forms.add(f"{record.form} {record.label}".strip())
+    framework = recognised(names, forms)
+    remarks: list[str] = []
+    bar = _training_bar(shown)
+    metrics = _Names(framework, names)
+    rows: list[_Row] = []
+    place = 0
+    is_over = False
+    for record in shown:
+        if record.form == "bar":
+            if record.last == bar:
+                place = record.step or 0
+            continue
+        if "train_runtime" in record.values:
+            is_over = True
+            continue
+        row = metrics.row(record, place)
+        if row is not None:
+            rows.append(row)
+    rows = _without_strange(_without_repeated(rows))
+    last = max((row.last for row in rows), default=0) or bar
+    remarks += _count_steps(rows, bar, is_over)
+    _count_updates(rows)
+    for row in rows:
+        if row.name_of_step in _CALLS and row.form == "row":
+            remarks.append("its steps are those of W&B, which counts calls of log()")
+            break
+    flags = metrics.flags(rows)
+    merged = _merged(rows)
+    is_k1 = [row for row in merged if row.get("kl", 0.0) < -1e-6]
+    if is_k1 and framework is not TRL:
+        remarks.append("kl is negative, so it is k1, and is not read")
+        for row in merged:
+            row.pop("kl", None)
+    return Log(merged, framework, flags, last, remarks, _seen(shown, bar, place))
+
+
+class _Row(NamedTuple):
+    """A row before its step is known."""
+
+    form: str
+    label: str
+    name_of_step: str
+    step: float | None
+    last: int
+    place: int
+    """Where the progress bar stood."""
+    values: dict[str, float]
+    is_eval: bool
+
+
+class _Names:
+    """The names of a log, and ours for them."""
+
+    def __init__(self, framework: Framework, names: Counter[str]) -> None:
+        self._framework = framework
+        self._names = names
+        self._steps = [name for name in (*framework.steps, *_STEPS) if name in names]
+        self._read = self._best()
+        self._ours: dict[str, str] = {}
+        for raw in names:
+            if raw in self._read:
+                self._ours[raw] = self._read[raw].ours
+            elif framework is TRL:
+                self._ours[raw] = _unprefixed(raw, framework)
+            else:
+                self._ours[raw] = f"{framework.name}:{raw}"
+        self._fine = [raw for raw, ours in self._ours.items() if ours in FINE]
+        self._scaled = {raw: alias.scale for raw, alias in self._read.items() if alias.scale != 1}
+        self._outcomes = {raw for raw, ours in self._ours.items() if ours in OUTCOMES}
+
+    def _best(self) -> dict[str, Alias]:
+        """Return raw name -> alias, one for each of our names."""
+        framework = self._framework
+        if framework is TRL:
+            plain = {_unprefixed(raw, framework): raw for raw in self._names}
+            old = todays_names(plain)
+            return {plain[raw]: Alias(raw, ours, "", "", "", "") for raw, ours in old.items()}
+        best: dict[str, tuple[int, str, Alias]] = {}
+        for raw in self._names:
+            plain = _unprefixed(raw, framework)
+            alias = framework.alias(plain)
+            if alias is None:
+                continue
+            rank = framework.rank(plain)
+            if alias.ours not in best or rank < best[alias.ours][0]:
+                best[alias.ours] = (rank, raw, alias)
+        return {raw: alias for _, raw, alias in best.values()}
+
+    def row(self, record: Record, place: int) -> _Row | None:
+        """Return the row of a record with our names; None if it has no metric of training or of an evaluation."""
+        ours = self._ours
+        values = {ours[raw]: value for raw, value in record.values.items()}
+        for raw in self._fine:
+            if isinstance(record.values.get(raw), Rounded):
+                del values[ours[raw]]
+        for raw, scale in self._scaled.items():
+            if ours[raw] in values:
+                values[ours[raw]] *= scale
+        outcomes = self._outcomes & record.values.keys()
+        is_eval = "reward" not in values and any(key.startswith("eval_") for key in values)
+        least = 1
+        if self._framework is TRL and record.form == "dict":
+            least = 2  # an answer can have a dictionary with a reward
+        if len(outcomes) < least and not is_eval:
+            return None
+        step: float | None = record.step
+        name_of_step = record.label
+        for name in self._steps:
+            values.pop(ours[name], None)
+            if step is None and abs(record.values.get(name, math.inf)) < _MOST_STEPS:
+                step = record.values[name]
+                name_of_step = name
+        last = record.last or record.values.get("global_step/max_steps of", 0) or record.values.get("max_steps", 0)
+        if not 0 < last < _MOST_STEPS:
+            last = 0
+        return _Row(record.form, record.label, name_of_step, step, int(last), place, values, is_eval)
+
+    def flags(self, rows: Sequence[_Row]) -> dict[str, frozenset[str]]:
+        """Return metric -> what its values are, if that differs from TRL's."""
+        flags: defaultdict[str, set[str]] = defaultdict(set)
+        for alias in self._read.values():
+            flags[alias.ours].update(alias.flags)
+        if self._framework.is_kept_only(self._names):
+            flags["reward"].add("kept_only")
+        entropies = [row.values["entropy"] for row in rows if math.isfinite(row.values.get("entropy", math.nan))]
+        if entropies and float(np.median(entropies)) > _LARGEST_ENTROPY:
+            flags["entropy"].add("sum")
+            flags["kl"].add("sum")
+        return {key: frozenset(which) for key, which in flags.items() if which}
+
+
+def _unprefixed(raw: str, framework: Framework) -> str:
+    """Return a name without the "train/" that transformers adds for W&B."""
+    if framework.name in ("trl", "ms-swift"):
+        return raw.removeprefix("train/")
+    return raw
+
+
+def _training_bar(records: Sequence[Record]) -> int:
+    """Return the end of the progress bar that counts steps: the one that moved most; 0 if there is none.
+
+    Bars of other things have a name, such as "Loading checkpoint shards".
+    """
+    places: defaultdict[int, set[int]] = defaultdict(set)
+    for record in records:
+        is_training = record.label.lower().startswith(("train", "step", "progress", "episode")) or not record.label
+        if record.form == "bar" and is_training and record.last:
+            places[record.last].add(record.step or 0)
+    if not places:
+        return 0
+    return max(places, key=lambda end: (len(places[end]), end))
+
+
+def _without_repeated(rows: Sequence[_Row]) -> list[_Row]:
+    """Return the rows without those that another process or logger has printed too."""
+    kept: list[_Row] = []
+    for row in rows:
+        if kept and kept[-1].values == row.values and kept[-1].step == row.step:
+            continue
+        kept.append(row)
+    return kept
+
+
+def _without_strange(rows: Sequence[_Row]) -> list[_Row]:
+    """Return the rows without dictionaries that share too few names with the others, as in the text of an answer."""
+    kinds = Counter(frozenset(row.values) for row in rows if row.form == "dict" and row.step is None)
+    if not kinds:
+        return list(rows)
+    [(usual, times)] = kinds.most_common(1)
+    if times < 2:
+        return list(rows)
+    kept: list[_Row] = []
+    for row in rows:
+        is_like = 3 * len(usual & row.values.keys()) > len(usual)
+        if row.form != "dict" or row.step is not None or row.is_eval or is_like:
+            kept.append(row)
+    return kept
+
+
+def _count_steps(rows: list[_Row], bar: int, is_over: bool) -> list[str]:
+    """Give a step to each row that has none, and return what was done."""
+    without = [index for index, row in enumerate(rows) if row.step is None and not row.is_eval]
+    counted: list[str] = []
+    if without and len(without) < len([row for row in rows if not row.is_eval]):
+        counted.append(f"{len(without)} records without a step are left out")
+    elif without:
+        steps, how = _steps([rows[index].place for index in without], bar, is_over)
+        for index, step in zip(without, steps, strict=True):
+            rows[index] = rows[index]._replace(step=step)
+        counted.append(how)
+    step: float | None = None
+    for index, row in enumerate(rows):
+        if row.is_eval and row.step is None:
+            rows[index] = row._replace(step=step)
+        elif row.step is not None:
+            step = row.step
+    rows[:] = [row for row in rows if row.step is not None]
+    return counted
+
+
+def _steps(places: Sequence[int], bar: int, is_over: bool) -> tuple[list[int], str]:
+    """Return a step for each row, from where the bar stood, and how it was found."""
+    gaps = np.diff(places)
+    if len(places) > 1 and np.mean(gaps > 0) > 0.8:
+        every = int(np.median(gaps[gaps > 0]))
+        first = places[0]
+        if first == 0:
+            first = every
+        elif first % every and (first + 1) % every == 0:  # the bar is drawn behind the row of its step
+            first += 1
+        steps = [place + first - places[0] for place in places]
+        if not gaps.all():  # a bar was left out
+            steps = [first + index * every for index in range(len(places))]
+        return steps, "the log has no steps: they are those of its progress bar"
+    every = 1
+    end = bar if is_over else max(places)
+    if end and end % len(places) == 0:
+        every = end // len(places)
+    steps = [every * (index + 1) for index in range(len(places))]
+    return steps, f"the log has no steps: each log counts as {every}"
+
+
+def _count_updates(rows: list[_Row]) -> None:
+    """Let `rollout 3:` and `perf 3:` have the steps of updates where `step 7:` counts those."""
+    last: dict[str, float] = {}
+    for row in rows:
+        if row.form == "dict" and row.step is not None:
+            last[row.label] = max(row.step, last.get(row.label, 0))
+    if "step" not in last or "rollout" not in last:
+        return
+    updates = int(last["step"] + 1) // int(last["rollout"] + 1)
+    if updates < 2:
+        return
+    for index, row in enumerate(rows):
+        if row.label in ("rollout", "perf") and row.step is not None:
+            rows[index] = row._replace(step=row.step * updates)
+
+
+def _merged(rows: Sequence[_Row]) -> list[dict[str, float]]:
+    """Return one row for each step.
+
+    Several processes log at the same steps, one ahead of the other, and a run that was resumed logs steps again. Each
+    metric is therefore followed alone: a step that comes again replaces its own and all later ones.
+    """
+    places = [int(row.step or 0) for row in rows]
+    if all(earlier < later for earlier, later in pairwise(places)):
+        return [{**row.values, "step": place} for place, row in zip(places, rows, strict=True)]
+    steps: defaultdict[str, list[int]] = defaultdict(list)
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for step, row in zip(places, rows, strict=True):
+        for key, value in row.values.items():
+            known = steps[key]
+            while known and known[-1] >= step:
+                known.pop()
+                values[key].pop()
+            known.append(step)
+            values[key].append(value)
+    merged: dict[int, dict[str, float]] = {}
+    for key, known in steps.items():
+        for step, value in zip(known, values[key], strict=True):
+            merged.setdefault(step, {})[key] = value
+    for step, row in merged.items():
+        row["step"] = step
+    return [merged[step] for step in sorted(merged)]
+
+
+def _seen(records: Sequence[Record], bar: int, place: int) -> str:
+    """Return what a log has: a bar, and names of numbers."""
+    parts: list[str] = []
+    if bar:
+        parts.append(f"a progress bar to {place} of {bar}")
+    names = Counter(name for record in records for name in record.values)
+    if names:
+        common = ", ".join(name for name, _ in names.most_common(6))
+        parts.append(f"records with {common}")
+    return " and ".join(parts) or "no progress bar and no record of metrics"

@@ -1,0 +1,342 @@
+"""The forms in which logs are written: console, tables, JSON and CSV, as launchers and terminals leave them."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import diagnosis
+
+from trl_steady.report import History, diagnose
+from trl_steady.report.forms import Rounded, number, records
+from trl_steady.report.log import read_records
+
+Row = Mapping[str, Any]
+TRAINED = {"loss": 0.02, "grad_norm": 0.4, "learning_rate": 1e-06, "reward": 0.5, "reward_std": 0.1, "kl": 0.03}
+VERL = (
+    "step:{step} - actor/entropy:0.25 - actor/pg_loss:np.float64(0.04) - actor/grad_norm:0.5 - actor/lr:1e-06 - "
+    "critic/score/mean:{reward} - critic/score/max:1.0 - response_length/mean:128.5 - timing_s/step:30.25"
+)
+
+
+def read(text: str) -> list[Mapping[str, float]]:
+    return [*read_records(records(text.split("\n"))).rows]
+
+
+def rewards(text: str) -> dict[int, float]:
+    return {int(row["step"]): row["reward"] for row in read(text) if "reward" in row}
+
+
+def printed(step: int) -> str:
+    return str({**TRAINED, "reward": step / 10})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.5", 0.5), ("-1e-05", -1e-5), ("'0.25'", 0.25), ('"3"', 3.0), ("np.float64(0.5)", 0.5), ("1,024", 1024.0),
+        ("tensor(0.5, device='cuda:0')", 0.5), ("inf", math.inf), ("True", None), ("dapo", None), ("1m 29s", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_a_number_is_read_in_all_its_forms(text: str, value: float | None) -> None:
+    assert number(text) == value
+
+
+@pytest.mark.parametrize("text", ["nan", "None", "null", "np.float64(nan)"])
+def test_what_is_logged_for_nan_is_nan(text: str) -> None:
+    value = number(text)
+    assert value is not None and math.isnan(value)
+
+
+def test_a_zero_of_fixed_digits_may_be_a_small_number_and_pythons_own_is_0() -> None:
+    assert all(isinstance(number(text), Rounded) for text in ("0.000", "-0.000", "0.0000", "0.00"))
+    assert not any(isinstance(number(text), Rounded) for text in ("0.0", "0", "0.001", "0.00e+00"))
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "", "622 ", "[rank0]: ", "trainer/0 | ", "worker-1  | ", "2025-06-01 12:00:00,123 - INFO - ",
+        "2025-07-31T08:28:47.911109392Z ", "[2025-06-01 12:00:00] ",
+        "\x1b[36m(TaskRunner pid=1, ip=10.4.1.33)\x1b[0m ",
+        "\x1b[36m(main_task pid=123)\x1b[0m \x1b[32mINFO\x1b[0m ", "[36m(TaskRunner pid=1)[0m ",
+    ],
+)  # fmt: skip
+def test_what_launchers_write_before_a_line_changes_nothing(prefix: str) -> None:
+    for line in (printed, lambda step: VERL.format(step=step, reward=step / 10)):
+        text = "\n".join(prefix + line(step) for step in (1, 2, 3))
+        assert rewards(text) == {1: 0.1, 2: 0.2, 3: 0.3}, line(1)
+    block = "\n".join(
+        prefix + line for line in ("• Loss: 0.0123", "• Avg Reward: 0.2500", "• Mean Generation Length: 8")
+    )
+    if prefix != "622 ":
+        assert rewards(block) == {1: 0.25}
+
+
+PRINTED = "(TaskRunner pid=22) " + VERL
+
+
+@pytest.mark.parametrize("width", [40, 43, 54, 61, 80, 97, 133])  # with 43 and 54, the last piece is a digit or two
+def test_a_record_that_a_terminal_has_cut_is_whole_again(width: int) -> None:
+    lines: list[str] = []
+    for step in (1, 2):
+        record = PRINTED.format(step=step, reward=step / 10)
+        lines += [record[place : place + width] for place in range(0, len(record), width)]
+        lines.append("an answer: 42")
+    rows = read("\n".join(lines))
+    assert [row["reward"] for row in rows] == [0.1, 0.2]
+    assert [row["step_time"] for row in rows] == [30.25, 30.25]
+
+
+def test_a_record_of_many_lines_is_whole_again() -> None:
+    first, *others = VERL.format(step=7, reward=0.5).split(" - ")
+    assert rewards("\n".join([f"(TaskRunner pid=1) {first}", *(f" - {pair}" for pair in others), "done"])) == {7: 0.5}
+    text = json.dumps({**TRAINED, "step": 3}, indent=2)
+    assert rewards(text) == {3: 0.5}
+    cut = printed(1).replace(", 'learning", ",\n 'learning")
+    assert rewards(cut) == {1: 0.1}
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+def test_line_ends_of_all_systems_are_read(tmp_path: Path, newline: str) -> None:
+    file = tmp_path / "train.log"
+    file.write_bytes(newline.join(printed(step) for step in range(1, 5)).encode())
+    assert History.read(file)["reward"].values.tolist() == [0.1, 0.2, 0.3, 0.4]
+
+
+def bar(step: int, end: int = 40, label: str = "") -> str:
+    return f"\r{label}{100 * step // end:3d}%|██   | {step}/{end} [00:19<11:21,  3.49s/it]"
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("every", [1, 5])
+def test_steps_are_those_of_the_progress_bar(every: int, behind: bool) -> None:
+    text = bar(0)
+    for step in range(1, 21):
+        row = "" if step % every else f"\n{printed(step // every)}\n"
+        text += row + bar(step) if behind else bar(step) + row + bar(step)
+    rows = read(text.replace("\r", "\n"))
+    assert [row["step"] for row in rows] == [*range(every, 21, every)]
+
+
+def test_steps_are_counted_where_all_bars_come_first() -> None:
+    """The output of a job that is not a terminal waits in a buffer."""
+    bars = "".join(bar(step) for step in range(41))
+    log = read_records(records((bars.replace("\r", "\n") + "\n" + "\n".join(map(printed, range(1, 9)))).split("\n")))
+    assert [row["step"] for row in log.rows] == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert log.remarks == ["the log has no steps: each log counts as 5"]
+
+
+def test_bars_of_other_things_are_no_steps() -> None:
+    others = [
+        bar(1, 8, "Loading checkpoint shards: "), bar(512, 512, "Generating rollouts (train): "),
+        bar(3, 100, "Map: "), *(bar(step, 64, "Processed prompts: ") for step in range(65)),
+    ]  # fmt: skip
+    text = "".join(others) + "".join(bar(step, 300, "Training Progress: ") for step in range(4)) + "\n" + printed(3)
+    assert read_records(records(text.replace("\r", "\n").split("\n"))).max_steps == 300
+
+
+def test_a_row_that_two_processes_print_counts_once_and_a_resumed_run_goes_on() -> None:
+    assert rewards("\n".join([printed(1), printed(1), printed(2), printed(2)])) == {1: 0.1, 2: 0.2}
+    again = [*range(1, 7), *range(4, 6)]
+    text = "\n".join(VERL.format(step=step, reward=place / 10) for place, step in enumerate(again))
+    assert rewards(text) == {1: 0.0, 2: 0.1, 3: 0.2, 4: 0.6, 5: 0.7}
+
+
+def test_processes_that_log_ahead_of_each_other_lose_no_row() -> None:
+    lines = [
+        "SUCCESS Step 1 | Time: 9.0s | Reward: 0.1", "SUCCESS Step 2 | Time: 9.0s | Reward: 0.2",
+        "SUCCESS Step 1 | Time: 9.0s | Loss: 0.5 | Entropy: 0.7", "SUCCESS Step 3 | Time: 9.0s | Reward: 0.3",
+        "SUCCESS Step 2 | Time: 9.0s | Loss: 0.6 | Entropy: 0.6",
+    ]  # fmt: skip
+    rows = read("\n".join(lines))
+    assert [(row.get("reward"), row.get("loss")) for row in rows] == [(0.1, 0.5), (0.2, 0.6), (0.3, None)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "wandb: Run history:\nwandb:   train/reward ▁▂▃▅█\nwandb: Run summary:\nwandb:   train/reward 0.5",
+        "config: {'learning_rate': 1e-06, 'beta': 0.04, 'num_generations': 8, 'loss_type': 'dapo'}",
+        'Model config Qwen2Config {\n  "attention_dropout": 0.0,\n  "hidden_size": 64\n}\n',
+        "Completion: {\"reward\": 5, \"answer\": 7}",
+        "step:0 - val-core/gsm8k/reward/mean@1:0.5 - val-aux/gsm8k/reward/std@3:0.0",
+        "Micro Step 1/4 | Loss 0.1 | Entropy 0.2",
+        "[step 10] best of last batch  reward=0.991",
+        "Processed prompts: 100%|██| 64/64 [00:05<00:00, 3.1it/s, est. speed input: 10.0 toks/s]",
+        "│ Prompt │ Completion │ reward │ Advantage │\n│ 2 + 2 │ 4 │ 1.00 │ 0.71 │",
+        "{'train_runtime': 6704, 'train_loss': 0.1, 'epoch': 1.0}",
+        "",
+    ],
+)  # fmt: skip
+def test_what_is_no_row_of_training_is_not_read(text: str) -> None:
+    assert read(text) == []
+    whole = "\n".join([printed(1), text, printed(2), printed(3)])
+    assert rewards(whole) == {1: 0.1, 2: 0.2, 3: 0.3}
+
+
+def test_an_answer_with_a_dictionary_is_no_row() -> None:
+    answer = "│ {'reward': 3, 'loss': 2} │ 0.5 │\nfunction f() {\n"
+    assert rewards("\n".join([printed(1), answer + printed(2), printed(3)])) == {1: 0.1, 2: 0.2, 3: 0.3}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "12:00:00 SUCCESS Step {} | 1h44m | Reward {} | Trainable 2/4 (50.0%) | Truncation 25.0%",
+        "SUCCESS Step {} | Time: 73.77s | Reward: {} | Seq. Length: 345.6 tokens/sample | Truncation: 25.0%",
+        "orchestrator | step {} | Time:3.2s | Avg. Reward: {} | Truncation: 25%",
+        "['16:43:41 SUCCESS Step {} | Time: 7.47s | Reward: {} | Truncation: 25.0%', '16:43:41 INFO x']",
+    ],
+)
+def test_cells_are_read_with_and_without_colons(line: str) -> None:
+    rows = read("\n".join(line.format(step, step / 10) for step in (1, 2)))
+    assert [(row["step"], row["reward"], row["completions/clipped_ratio"]) for row in rows] == [
+        (1, 0.1, 0.25),
+        (2, 0.2, 0.25),
+    ]
+    assert rows[0]["step_time"] in (6240.0, 73.77, 3.2, 7.47)
+
+
+def test_a_loop_of_ones_own_is_read_by_trls_names() -> None:
+    assert rewards("step 10 | loss 0.5 | reward=0.25 | kl 0.01\nstep 20 | loss 0.4 | reward=0.5 | kl 0.02") == {
+        10: 0.25,
+        20: 0.5,
+    }
+
+
+def test_metrics_inside_a_row_of_json_lines_have_their_own_names(tmp_path: Path) -> None:
+    """verl's file logger writes such rows."""
+    row = {"critic/score/mean": 0.5, "actor/pg_loss": 0.1, "timing_s": {"gen": 2.0}}
+    (tmp_path / "log").write_text("\n".join(json.dumps({"step": step, "data": row}) for step in (1, 2)))
+    history = History.read(tmp_path / "log")
+    assert history.framework == "verl" and history["reward"].steps.tolist() == [1, 2]
+    assert history["time/generation"].values.tolist() == [2.0, 2.0]
+
+
+def test_a_csv_of_several_runs_is_read_for_the_first(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("Step,a - train/reward,a - train/reward__MIN,b - train/reward\n1,0.1,0,\n2,,0,0.9\n")
+    history = History.read(tmp_path / "log")
+    assert history["reward"].values.tolist() == [0.1] and history.keys == {"reward"}
+
+
+def test_a_log_that_is_cut_at_both_ends_keeps_what_it_has() -> None:
+    first = printed(1)[20:]
+    last = printed(4)[: printed(4).index(", 'reward_std")]
+    rows = read("\n".join([first, printed(2), printed(3), last]))
+    assert [row["reward"] for row in rows] == [0.1, 0.2, 0.3, 0.4]
+    assert "loss" not in rows[0] and "kl" not in rows[-1]
+
+
+# One run in many forms.
+
+
+def run() -> tuple[list[dict[str, float]], set[tuple[str, int]]]:
+    """Return the rows of a recorded run that collapses, of the metrics that plain TRL logs, and what is said of it."""
+    log = diagnosis.logs()["trl rate 0.3, noise"]
+    kept = ("reward", "reward_std", "frac_reward_zero_std", "kl", "loss", "grad_norm", "entropy", "learning_rate")
+    lengths = ("completions/mean_length", "completions/clipped_ratio", "clip_ratio/region_mean")
+    rows: list[dict[str, float]] = []
+    for row in log["rows"]:
+        if "reward" in row:
+            rows.append({key: row[key] for key in ("step", *kept, *lengths) if row.get(key) is not None})
+    return rows, said(History(rows))
+
+
+def said(history: History) -> set[tuple[str, int]]:
+    findings, _ = diagnose(history)
+    return {(finding.symptom.name, finding.since) for finding in findings}
+
+
+def as_console(rows: list[dict[str, float]]) -> str:
+    text = "***** Running training *****\n" + bar(0, len(rows))
+    for row in rows:
+        values = {key: value for key, value in row.items() if key != "step"}
+        text += bar(int(row["step"]), len(rows)) + "\r" + " " * 30 + f"\r\n{values}\n"
+    return text
+
+
+def as_strings(rows: list[dict[str, float]]) -> str:
+    lines: list[str] = []
+    for row in rows:
+        lines.append(str({key: repr(value) for key, value in row.items()}))
+    return "\n".join(lines)
+
+
+def as_json_lines(rows: list[dict[str, float]]) -> str:
+    return "\n".join(map(json.dumps, rows))
+
+
+def as_list(rows: list[dict[str, float]]) -> str:
+    return json.dumps(rows, indent=1)
+
+
+def as_wandb_history(rows: list[dict[str, float]]) -> str:
+    """Return columns by the number of the row, as pandas writes the history of W&B."""
+    columns: dict[str, dict[str, float]] = {"_step": {}}
+    for place, row in enumerate(rows):
+        columns["_step"][str(place)] = 7 * place
+        for key, value in row.items():
+            name = "train/global_step" if key == "step" else f"train/{key}"
+            columns.setdefault(name, {})[str(place)] = value
+    return json.dumps(columns)
+
+
+def as_wandb_csv(rows: list[dict[str, float]]) -> str:
+    text = io.StringIO()
+    keys = [key for key in rows[-1] if key != "step"]
+    columns = [f"my run - train/{key}" for key in keys]
+    writer = csv.writer(text)
+    writer.writerow(["Step", *columns, *(f"{column}__MIN" for column in columns)])
+    for row in rows:
+        values = [row.get(key, "") for key in keys]
+        writer.writerow([row["step"], *values, *(0 for _ in values)])
+    return text.getvalue()
+
+
+def as_table(rows: list[dict[str, float]], between: str = "\t") -> str:
+    keys = [key for key in rows[-1] if key != "step"]
+    names = [{"loss": "Training Loss"}.get(key, key.replace("/", " / ")) for key in keys]
+    lines = ["[60/60 31:31:27, Epoch 2/2]", between.join(["Step", *names])]
+    for row in rows:
+        lines.append(between.join([str(row["step"]), *(repr(row.get(key, "")) for key in keys)]))
+    return "\n".join(lines)
+
+
+def as_pipes(rows: list[dict[str, float]]) -> str:
+    lines = [f"| {line} |" for line in as_table(rows, " | ").split("\n")[1:]]
+    lines.insert(1, "|---" * lines[0].count("|"))
+    return "\n".join(lines)
+
+
+def as_notebook(rows: list[dict[str, float]]) -> str:
+    cells = [line.split("\t") for line in as_table(rows).split("\n")[1:]]
+    html = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in cells)
+    output = {"data": {"text/html": [f"<table border='1'>{html}</table>"]}, "output_type": "display_data"}
+    return json.dumps(
+        {"nbformat": 4, "cells": [{"cell_type": "code", "outputs": [output]}, {"cell_type": "markdown"}]}
+    )
+
+
+FORMS: tuple[Callable[[list[dict[str, float]]], str], ...] = (
+    as_console, as_strings, as_json_lines, as_list, as_wandb_history, as_wandb_csv, as_table, as_pipes, as_notebook,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_one_run_has_one_verdict_in_each_form(tmp_path: Path, form: Callable[[list[dict[str, float]]], str]) -> None:
+    rows, expected = run()
+    assert expected
+    file = tmp_path / "log"
+    file.write_text(form(rows), encoding="utf-8")
+    history = History.read(file)
+    assert said(history) == expected
+    for key in ("reward", "entropy", "grad_norm", "completions/mean_length"):
+        assert history[key].steps.tolist() == [row["step"] for row in rows if key in row]
+        assert history[key].values.tolist() == [row[key] for row in rows if key in row]
