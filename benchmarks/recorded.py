@@ -69,6 +69,25 @@ def dies(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[
     return REWARDS["none" if trainer_state.global_step >= 20 else "even"](completion_ids=completion_ids)
 
 
+def alternates(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Pay for six tokens that are even and odd in turn. A policy that repeats one token gets half of it."""
+    return [sum(_is_even(i + token) for i, token in enumerate(ids[:6])) / 6 for ids in completion_ids]
+
+
+def of_prompt(prompts: list[str], **_: Any) -> list[float]:
+    """Judge the prompt alone."""
+    return [float(len(prompt) % 3) for prompt in prompts]
+
+
+def by_prompt(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Tell right from wrong: a prompt asks for one, two or three even tokens at the start."""
+    wanted = [1 + len(prompt) % 3 for prompt in prompts]
+    return [
+        float(len(ids) >= count and all(map(_is_even, ids[:count])))
+        for count, ids in zip(wanted, completion_ids, strict=True)
+    ]
+
+
 def away(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float | None]:
     """Judge, but not in steps 10 to 24."""
     return REWARDS["none" if 10 <= trainer_state.global_step < 25 else "even"](completion_ids=completion_ids)
@@ -78,6 +97,7 @@ def away(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[
 _OF_IDS: dict[str, Callable[[list[int]], Any]] = {
     "even": lambda ids: _share(ids, _is_even),
     "low": lambda ids: _share(ids, lambda token: token < 128),
+    "in_turn": lambda ids: float(len(ids) > 3 and all(_is_even(i + token) for i, token in enumerate(ids[:4]))),
     "all_even": lambda ids: float(len(ids) > 1 and all(_is_even(token) and token < 128 for token in ids[:2])),
     "first_even": lambda ids: float(_is_even(ids[0])),
     "penalty": lambda ids: -3.0 * _share(ids, lambda token: not _is_even(token)) - 0.5,
@@ -96,7 +116,7 @@ _OF_IDS: dict[str, Callable[[list[int]], Any]] = {
     "hardly_right": lambda ids: float(ids[0] == 100),
 }
 REWARDS: dict[str, Callable[..., list[Any]]] = {name: _reward(name, of) for name, of in _OF_IDS.items()} | {
-    each.__name__: each for each in (by_rows, hacked, dies, away)
+    each.__name__: each for each in (by_rows, hacked, dies, away, alternates, of_prompt, by_prompt)
 }
 
 
@@ -142,29 +162,56 @@ def rounded(value: Any) -> Any:
 
 
 def log(trainer: Any) -> dict[str, Any]:
-    """Return "rows" of the log, and "run", what our trainers save beside it. Times of whole steps are left out."""
+    """Return "rows" of the log, and "run", what a checkpoint says of it. Times of whole steps are left out."""
     rows = [
         {key: rounded(value) for key, value in row.items() if not any(clock in key for clock in CLOCKS)}
         for row in trainer.state.log_history
     ]
     if not hasattr(trainer, "feature"):
-        return {"rows": rows, "run": {}}
+        return {"rows": rows, "run": {"settings": {"max_steps": trainer.state.max_steps}}}
     run = trainer.feature(TrainingReport)._run()
     settings = {name: rounded(value) for name, value in run["settings"].items() if "/" not in str(value)}  # no paths
     return {"rows": rows, "run": {"settings": settings, "notes": run["notes"]}}
 
 
+class _Stop(transformers.TrainerCallback):
+    """Somebody stops the run at a step."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.at
+
+
 def train(run: Mapping[str, Any], sets: Mapping[str, dict[str, Any]], folder: Path, seed: int = 0) -> dict[str, Any]:
-    """Train a run. `sets` has options by name, `seed` is added to the run's."""
+    """Train a run. `sets` has options by name, `seed` is added to the run's.
+
+    The run begins from random weights, or from the policy of another run: its options are under "first".
+    """
+    options = _options(run, sets)
+    model = folder / "model"
+    tiny.CONFIGS["wide"] = transformers.Qwen2Config(**{**tiny.SIZES, **WIDE, "initializer_range": 0.2})
+    tiny.save_model(options.pop("model", "dense"), model)
+    _random.seed(seed)
+    first = options.pop("first", None)
+    if first:
+        _trained(_options(first, sets), model, folder / "first", seed).save_model(str(model))
+    return log(_trained(options, model, folder / "out", seed))
+
+
+def _options(run: Mapping[str, Any], sets: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     options = {**BASE}
     for name in run.get("sets", ()):
         options |= sets[name]
-    options |= {key: value for key, value in run.items() if key != "sets"}
+    return options | {key: value for key, value in run.items() if key != "sets"}
+
+
+def _trained(options: dict[str, Any], model: Path, folder: Path, seed: int) -> Any:
+    """Return the trainer of a run that has ended."""
     take = options.pop
     is_trl, nan_at, dies, sampler = take("trl", False), take("nan_at", ()), take("dies", False), take("sampler", "")
-    value, model = take("value", float("nan")), folder / "model"
-    tiny.CONFIGS["wide"] = transformers.Qwen2Config(**{**tiny.SIZES, **WIDE, "initializer_range": 0.2})
-    tiny.save_model(take("model", "dense"), model)
+    value, stop = take("value", float("nan")), take("stop", 0)
     rows = tiny.dataset(64).map(lambda _: {"held_out": False})
     if take("prompts", "") == "uneven":
         rows = rows.map(lambda _, i: {"prompt": "ab" * (1 if i % 8 else 40)}, with_indices=True)
@@ -173,13 +220,14 @@ def train(run: Mapping[str, Any], sets: Mapping[str, dict[str, Any]], folder: Pa
     build: dict[str, Any] = {"train_dataset": rows, "reward_funcs": functions}
     if "eval_strategy" in options:
         build["eval_dataset"] = rows.select(range(16)).map(lambda _: {"held_out": True})
+    if stop:
+        build["callbacks"] = [_Stop(stop)]
     if sampler:
         weights = transformers.AutoModelForCausalLM.from_pretrained(model)
         build["rollout_func"] = sampled_by(sampler, weights)
         options |= {} if is_trl else {"engine_check": None if sampler == "other" else 1.0}
-    _random.seed(seed)
     options["seed"] = options.get("seed", 7) + seed  # 7: that of tests/tools/tiny.py
-    trainer = tiny.trainer(model, folder / "out", ours=not is_trl, build=build, **options)
+    trainer = tiny.trainer(model, folder, ours=not is_trl, build=build, **options)
     with suppress(*([RuntimeError] if dies else [])):
         tiny.train(poison_gradients(trainer, nan_at, value=value) if nan_at else trainer)
-    return log(trainer)
+    return trainer

@@ -1,7 +1,9 @@
 """`training_report` and `log_line` in real runs: what they print, what they write, and what they measure."""
 
 import json
+import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -199,6 +201,55 @@ def test_pages_are_written_at_saves_only_if_that_takes_little_of_the_time(
         now[0] = float(second)
         report.save_state(tmp_path)
     assert pages == [501.0, 702.0]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param("trl_steady.report.page.write", id="page"),
+        pytest.param("trl_steady.report.plots.draw", id="picture"),
+        pytest.param("trl_steady.features.training_report.look", id="symptoms"),
+        pytest.param("trl_steady.features.training_report.diagnose", id="verdict"),
+        pytest.param("trl_steady.features.training_report.log_line", id="line"),
+        pytest.param("trl_steady.features.training_report.chosen", id="answers"),
+    ],
+)
+def test_an_error_of_the_report_is_one_warning_and_the_run_trains_the_same(
+    run: tuple[Any, str], models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OverflowError("no room on the paper")
+
+    monkeypatch.setattr(broken, fails)
+    monkeypatch.setattr(training_report, "_LARGEST_SHARE", math.inf)  # a page at each save
+    saves = {"save_strategy": "steps", "save_steps": 4}
+    with pytest.warns(UserWarning, match="the report failed, .* OverflowError: no room on the paper") as warned:
+        trained = tiny.train(tiny.trainer(models["dense"], tmp_path, **REPORTED, **saves, max_steps=8, beta=0.04))
+    assert len([warning for warning in warned if "the report failed" in str(warning.message)]) == 1
+    assert resumable.differences(tiny.parameters(run[0]), tiny.parameters(trained)) == []
+    assert History.read(tmp_path / "checkpoint-8").settings["max_steps"] == 8
+
+
+def test_a_checkpoint_with_a_broken_file_of_the_report_is_resumed(
+    run: tuple[Any, str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoint-4"
+    shutil.copytree(Path(run[0].args.output_dir) / checkpoint.name, checkpoint)
+    (checkpoint / "steady.json").write_text('{"answers": [')
+    resumed = tiny.trainer(models["dense"], tmp_path, **REPORTED, max_steps=8, beta=0.04)
+    with pytest.warns(UserWarning, match="the report failed, .* JSONDecodeError"):
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumable.differences(tiny.parameters(run[0]), tiny.parameters(resumed)) == []
+
+
+def test_a_range_too_wide_for_a_picture_ends_no_run(
+    models: dict[str, Path], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    # a loss that does not use epsilon, and a mask with which the picture of the range is drawn
+    options: dict[str, Any] = {"loss_type": "sapo", "epsilon": 1e308, "off_policy_mask_threshold": 5.0}
+    tiny.train(tiny.trainer(models["dense"], tmp_path, **REPORTED, **options))
+    assert "clip range" in (tmp_path / "report.html").read_text()
+    assert not [warning for warning in recwarn if "the report failed" in str(warning.message)]
 
 
 def test_a_phase_does_not_count_the_phases_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from trl_steady.features.training_report import MOST_BYTES, chosen, limited
 from trl_steady.report import History, compare, diagnose
 from trl_steady.report.history import Series
 from trl_steady.report.page import write, write_comparison
-from trl_steady.report.plots import POINTS, draw, pictures, thinned
+from trl_steady.report.plots import MOST_FUNCTIONS, POINTS, draw, pictures, thinned
+from trl_steady.report.symptoms import SYMPTOMS, Finding
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> &amp; \x00\x1b\ud800 \N{RIGHT-TO-LEFT OVERRIDE}"
 
@@ -106,6 +107,41 @@ def test_a_metric_has_a_picture_and_no_other(key: str, title: str) -> None:
     assert [*dict(pictures({"run": [run]}))] == [title]
 
 
+def with_functions(*names: str) -> History:
+    rows: list[dict[str, float]] = []
+    for step in range(1, 21):
+        row = {"step": step, "reward": step / 20}
+        for name in names:
+            row[f"rewards/{name}/mean"] = step / 40
+            row[f"rewards/{name}/std"] = 0.25
+        rows.append(row)
+    return History(rows)
+
+
+def test_each_of_several_reward_functions_has_a_picture() -> None:
+    run = with_functions("right", "form")
+    drawn = dict(pictures({"run": [run]}))
+    assert [*drawn] == ["Reward", "Reward function form", "Reward function right"]
+    assert (
+        "mean 0.5" in drawn["Reward function form"] and "spread of the answers 0.25" in drawn["Reward function form"]
+    )
+    assert [*dict(pictures({"a": [run], "b": [run]}))] == [*drawn]
+    assert [*dict(pictures({"run": [with_functions("right")]}))] == ["Reward"]
+
+
+def test_a_symptom_of_a_reward_function_marks_its_own_picture() -> None:
+    finding = Finding(SYMPTOMS[0], since=7, metric="rewards/form/mean", evidence="", advice="")
+    drawn = dict(pictures({"run": [with_functions("right", "form", "length")]}, [finding]))
+    assert [title for title, svg in drawn.items() if SYMPTOMS[0].name in svg] == ["Reward function form"]
+
+
+def test_the_page_names_reward_functions_that_are_too_many_for_a_picture(tmp_path: Path) -> None:
+    names = [f"function_{number}" for number in range(10, 10 + MOST_FUNCTIONS + 2)]
+    html = page(tmp_path, with_functions(*names))
+    assert html.count("<h3>Reward function function_") == MOST_FUNCTIONS
+    assert f"Reward functions without a picture: {names[-2]}, {names[-1]}." in html
+
+
 def test_a_stack_adds_up_and_what_was_not_logged_is_0() -> None:
     rows = [{"step": 2, "a": 1.0, "b": 10.0}, {"step": 4, "b": 20.0}, {"step": 6, "a": 3.0, "b": math.nan}]
     axis = Figure().subplots()
@@ -185,6 +221,11 @@ def test_any_log_gives_a_page(tmp_path: Path, logged: list[dict[str, Any]]) -> N
     assert "</html>" in page(tmp_path, History(logged, {"settings": {}, "notes": []}))
 
 
+def test_a_setting_too_large_for_a_picture_gives_a_page(tmp_path: Path) -> None:
+    settings = {"epsilon": 1e308, "max_completion_length": 10**400}
+    assert "clip range" in page(tmp_path, history(healthy(0, 40), settings=settings))
+
+
 # answers
 
 
@@ -241,6 +282,18 @@ def test_runs_are_compared_seed_by_seed() -> None:
     assert found["a"].mean == pytest.approx(0.3) and found["b"].mean == pytest.approx(0.6)
     assert found["b"].gains == pytest.approx([0.1, 0.2]) and not len(found["a"].gains)
     assert compare.interval(found["b"].gains) == pytest.approx((0.1, 0.2))  # 1/4 of the resamples are twice the same
+
+
+def test_each_cell_of_a_wide_table_has_its_heading_for_a_phone(tmp_path: Path) -> None:
+    """On a phone, cells stand below each other and the row of headings is hidden."""
+    file = tmp_path / "comparison.html"
+    write_comparison(file, {f"{arm}-seed{seed}": History(healthy(seed, 40)) for arm in "ab" for seed in (0, 1)})
+    html = file.read_text()
+    (table,) = re.findall(r"<div class='scroll wide'><table>(.*?)</table>", html)
+    headings = re.findall(r"<th>(.*?)</th>", table)
+    assert headings == ["run", "seeds", "eval_reward, last sixth", "minus a", "95 % interval"]
+    assert re.findall(r"<td data-of='(.*?)'>", table) == 2 * headings
+    assert "td::before { content: attr(data-of);" in html and ".wide th { display: none; }" in html
 
 
 def test_the_command_writes_a_page_for_each_run_or_one_for_all(

@@ -1,9 +1,13 @@
 """The table of recorded runs is whole, and the diagnosis says what it must; benchmarks/diagnosis.py shows it."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from benchmarks import diagnosis
 
 from tests.report.runs import recorded
+from tests.tools import tiny
 
 
 def test_each_run_of_the_table_has_a_log_and_its_symptoms_have_levels() -> None:
@@ -12,6 +16,10 @@ def test_each_run_of_the_table_has_a_log_and_its_symptoms_have_levels() -> None:
     assert {*diagnosis.logs()} == {*diagnosis.RUNS} and diagnosis.LOGS.stat().st_size < 400_000
     assert {*diagnosis.TABLE["recipes"]} <= {*recorded(diagnosis.ROOT)}
     said = {word for about in runs.values() for key in ("must", "may") for word in diagnosis.names(about, key)}
+    for about in runs.values():
+        assert {*about.get("seldom", {})} <= {"5", "10"}
+        for visible in about.get("seldom", {}).values():
+            said |= {*visible.split()}
     assert {name for word in said for name in word.split("|")} <= {*diagnosis.LEVELS}
     assert not [name for name, about in diagnosis.TABLE["sick"].items() if not about.get("must")]
 
@@ -26,7 +34,50 @@ def test_what_is_said_is_compared_with_what_must_and_may_be_said() -> None:
     }
 
 
+@pytest.mark.parametrize("ours", [False, True], ids=["trl", "trl-steady"])
+def test_a_thinned_log_is_that_of_a_run_that_logs_rarely(models: dict[str, Path], tmp_path: Path, ours: bool) -> None:
+    options: dict[str, Any] = {"max_steps": 8, "steps_per_generation": 2, "beta": 0.04, "lr_scheduler_type": "linear"}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "build": {"eval_dataset": tiny.dataset(4)}}
+    if ours:
+        options |= {"loss_type": "gspo", "sync_ref_model": True, "ref_model_sync_steps": 2}
+    often, rarely = (
+        tiny.history(
+            tiny.train(tiny.trainer(models["dense"], tmp_path / str(every), ours=ours, logging_steps=every, **options))
+        )
+        for every in (1, 3)
+    )
+    thin = diagnosis.thinned(often, 3)
+    assert [row["step"] for row in thin if "loss" in row] == [3, 6]  # steps 7 and 8 are not logged
+    assert len(thin) == len(rarely) == 2 + 4 + 1  # logs, evaluations, the summary
+    for found, expected in zip(thin, rarely, strict=True):
+        unlike = ("total_flos", "_q", "kl/k", "ratio/sequence_mean")  # the last three are pooled over all tokens
+        kept = {key: value for key, value in expected.items() if not any(part in key for part in unlike)}
+        # both are means of the same numbers, rounded to float32 before or after
+        assert {key: found[key] for key in kept} == pytest.approx(kept, rel=1e-5, abs=1e-7)
+
+
+def test_a_thinned_log_leaves_out_what_is_not_a_number_if_a_number_is_there() -> None:
+    rows = [{"step": step, "loss": 0.0, "reward": float("nan"), "kl": 1.0} for step in range(1, 5)]
+    rows[1]["reward"] = 0.5
+    thin = diagnosis.thinned(rows, 2)
+    assert [row["reward"] for row in thin] == [0.5, None]
+
+
+def test_a_copy_too_short_to_judge_is_left_out_and_what_it_hides_need_not_be_said() -> None:
+    rows = [{"step": step, "loss": 0.0} for step in range(1, 61)]
+    about = {"must": "kl-rises|kl-holds gradient-zero", "may": "answers-grow", "seldom": {"10": "gradient-zero"}}
+    run = diagnosis.Run(about, rows, {})
+    assert [*diagnosis.logged_every(11, "run", run)] == []  # 5 logs
+    ((_, every_5),) = diagnosis.logged_every(5, "run", run)
+    assert every_5.about == about and len(every_5.rows) == 12
+    ((_, every_10),) = diagnosis.logged_every(10, "run", run)
+    assert every_10.about["must"] == "gradient-zero" and len(every_10.rows) == 6
+    assert every_10.about["may"].split() == ["answers-grow", "kl-rises", "kl-holds", "gradient-zero"]
+
+
 @pytest.mark.slow
-def test_the_diagnosis_finds_nearly_all_faults_and_accuses_no_healthy_run() -> None:
-    rates = diagnosis.evaluate()
-    assert min(rates["critical"]) == 1.0 and min(rates["all"]) >= 0.95
+@pytest.mark.parametrize("every", [1, 5, 10])
+def test_the_diagnosis_finds_nearly_all_faults_and_accuses_no_healthy_run(every: int) -> None:
+    rates = diagnosis.evaluate(every=every)
+    assert min(rates["all"]) >= 0.95
+    assert every > 1 or min(rates["critical"]) == 1.0

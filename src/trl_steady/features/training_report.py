@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,6 +58,7 @@ class TrainingReport(Feature):
         self._next_diagnosis = 0
         self._answers: list[dict[str, Any]] = []
         self._last_rollout: list[dict[str, Any]] = []  # its answers are kept if a checkpoint follows
+        self._has_failed = False
 
     def on_init_end(self) -> None:
         """Let the clock run, and let transformers print no dictionaries."""
@@ -77,6 +79,17 @@ class TrainingReport(Feature):
             if handler.pop_callback(ProgressCallback):
                 handler.add_callback(_Bar())
 
+    @contextmanager
+    def _harmless(self) -> Generator[None]:
+        """Turn an error of the report into a warning, once: no report is worth a run."""
+        try:
+            yield
+        except Exception as error:
+            if self._has_failed:
+                return
+            self._has_failed = True
+            self.warn(f"the report failed, and the run goes on without it. {type(error).__name__}: {error}")
+
     # a rollout
 
     def on_rollout_end(self, rollout: Rollout) -> None:
@@ -86,14 +99,19 @@ class TrainingReport(Feature):
         trainer = self.trainer
         is_padding = ~rollout.attention_mask
         trainer.metrics.pooled(means={"padding/share": (is_padding, torch.ones_like(is_padding))})
-        if not self._is_main or not trainer.model.training:
-            return
+        if self._is_main and trainer.model.training:
+            with self._harmless():
+                self._keep(rollout)
+
+    def _keep(self, rollout: Rollout) -> None:
+        """Keep the best, median and worst answers of the groups of a rollout that differ most."""
+        trainer = self.trainer
         rewards = rollout.rewards.float().nan_to_num().cpu().numpy()
         chosen_groups = chosen(rewards, trainer.num_generations)
         rows: list[int] = []
         for group in chosen_groups:
             rows += group
-        index = copy_async(torch.tensor(rows), is_padding.device)
+        index = copy_async(torch.tensor(rows), rollout.attention_mask.device)
         columns: dict[str, dict[int, Tensor]] = {}
         for name in _COLUMNS:
             values = rollout.samples[name][index].cpu()
@@ -133,8 +151,11 @@ class TrainingReport(Feature):
 
     def on_log(self, logs: Mapping[str, Any]) -> None:
         """Print a line for the log, and one for each symptom that has started."""
-        if not self._is_main:
-            return
+        if self._is_main:
+            with self._harmless():
+                self._tell(logs)
+
+    def _tell(self, logs: Mapping[str, Any]) -> None:
         args = self.args
         state = self.trainer.state
         if args.log_line and ("loss" in logs or "eval_reward" in logs):
@@ -190,33 +211,41 @@ class TrainingReport(Feature):
 
     def save_state(self, checkpoint: Path) -> None:
         """Save settings, warnings and answers, and write the page if that has a small share of the run's time."""
-        if self.args.should_save:
-            self._save_run(checkpoint)
-        if self._is_on and self._is_main and self._seconds < _LARGEST_SHARE * (time.monotonic() - self._written):
-            self._write_page()
+        with self._harmless():
+            if self.args.should_save:
+                self._save_run(checkpoint)
+            if self._is_on and self._is_main and self._seconds < _LARGEST_SHARE * (time.monotonic() - self._written):
+                self._write_page()
 
     def load_state(self, checkpoint: Path) -> None:
         """Go on with the answers of the run."""
         self._answers = []
         file = checkpoint / RUN_FILE
         if self._is_on and file.is_file():
-            self._answers = json.loads(file.read_text()).get("answers", [])
+            with self._harmless():
+                self._answers = json.loads(file.read_text()).get("answers", [])
 
     def on_train_end(self, best: Path | None) -> None:
         """Write the page, and print what the run shows."""
         if not self._is_main or not (self._is_on or self.args.log_line):
             return
-        state = self.trainer.state
+        has_page = False
         if self._is_on:
-            folder = self._page.parent
-            folder.mkdir(parents=True, exist_ok=True)
-            self._save_run(folder)  # a run may have no checkpoint of its last step
-            state.save_to_json(str(folder / TRAINER_STATE_NAME))
-            self._write_page()
-        findings, _ = diagnose(self._history())
-        tqdm.write(f"trl-steady: {verdict(findings)}")
-        if self._is_on:
-            tqdm.write(f"trl-steady: the report is in {self._page}")
+            with self._harmless():
+                self._save_files(self._page.parent)
+                has_page = True
+        with self._harmless():
+            findings, _ = diagnose(self._history())
+            tqdm.write(f"trl-steady: {verdict(findings)}")
+            if has_page:
+                tqdm.write(f"trl-steady: the report is in {self._page}")
+
+    def _save_files(self, folder: Path) -> None:
+        """Save the page, and the log of the run, which may have no checkpoint of its last step."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._save_run(folder)
+        self.trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        self._write_page()
 
     def _save_run(self, folder: Path) -> None:
         """Save settings, warnings, and the answers of the last rollout too."""

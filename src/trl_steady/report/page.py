@@ -11,7 +11,7 @@ from typing import Any
 
 from trl_steady.report.compare import Comparison, by_name, compared, interval
 from trl_steady.report.history import History, counted
-from trl_steady.report.plots import clean, pictures
+from trl_steady.report.plots import MOST_FUNCTIONS, clean, pictures, reward_functions
 from trl_steady.report.symptoms import Finding, diagnose
 
 _PAGE = Template((Path(__file__).with_suffix(".html")).read_text())
@@ -35,6 +35,9 @@ def write(file: Path, name: str, history: History) -> None:
     if settings:
         sections.append(_folded(f"Settings: {len(settings)}", _table(("option", "value"), settings)))
     sections.append(_gallery(pictures({name: [history]}, findings)))
+    too_many = reward_functions([history])[MOST_FUNCTIONS:]
+    if too_many:
+        sections.append(_soft(f"Reward functions without a picture: {', '.join(too_many)}."))
     sections.append(_answers(history.run.get("answers", ())))
     _save(file, name, sections)
 
@@ -125,14 +128,19 @@ def _gallery(drawn: Iterable[tuple[str, str]]) -> _Html:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Iterable[object]]) -> _Html:
-    lines = [_row("th", headings)]
+    head = "".join(f"<th>{_text(heading)}</th>" for heading in headings)
+    lines = [f"<tr>{head}</tr>"]
     for row in rows:
-        lines.append(_row("td", row))
-    return f"<div class=scroll><table>{''.join(lines)}</table></div>"
+        lines.append(_row(headings, row))
+    kind = "scroll wide" if len(headings) > 2 else "scroll"
+    return f"<div class='{kind}'><table>{''.join(lines)}</table></div>"
 
 
-def _row(kind: str, cells: Iterable[object]) -> _Html:
-    texts = [f"<{kind}>{_text(cell)}</{kind}>" for cell in cells]
+def _row(headings: Sequence[str], cells: Iterable[object]) -> _Html:
+    """Return a row whose cells know their headings, for a screen on which they stand below each other."""
+    texts: list[_Html] = []
+    for heading, cell in zip(headings, cells, strict=True):
+        texts.append(f"<td data-of='{_text(heading)}'>{_text(cell)}</td>")
     return f"<tr>{''.join(texts)}</tr>"
 
 

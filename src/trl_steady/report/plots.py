@@ -4,7 +4,7 @@ import io
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,9 @@ from trl_steady.report.symptoms import Finding
 _PICTURES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 POINTS = 300
 """Most points of a curve. Each is the median of a stretch of a longer run, beside the range of the stretch."""
+MOST_FUNCTIONS = 12
+"""Most pictures of single reward functions."""
+_FARTHEST = 1e30  # matplotlib cannot place larger numbers
 _INK, _GRID, _ALARM = "#010203", "#020304", "#030405"
 # those of Okabe and Ito, which are told apart in grey too: blue, orange, green, yellow, sky, pink
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7")
@@ -58,7 +61,7 @@ def pictures(runs: Mapping[str, Sequence[History]], findings: Sequence[Finding] 
     for seeds in runs.values():
         histories += seeds
     with matplotlib.rc_context(_LOOK):
-        for title, picture in _PICTURES.items():
+        for title, picture in _named_pictures(histories):
             axis = Figure(figsize=(5, 2.9)).subplots()
             axis.set(xlabel="optimizer step", ylabel=picture["unit"])
             if len(histories) == 1:
@@ -68,11 +71,41 @@ def pictures(runs: Mapping[str, Sequence[History]], findings: Sequence[Finding] 
                 keys = draw_comparison(axis, first_line, runs)
             if not keys:
                 continue
-            roots = {key.split("/")[0] for key in keys}
             for finding in findings:
-                if finding.metric.split("/")[0] in roots:
+                if _belongs(finding.metric, keys):
                     axis.axvline(finding.since, color=_ALARM, lw=2, ls="--", label=finding.symptom.name)
             yield title, _svg(axis)
+
+
+def _named_pictures(histories: Sequence[History]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield title and table of each picture of plots.toml, one with a "*" once for each reward function."""
+    for title, picture in _PICTURES.items():
+        if "*" not in title:
+            yield title, picture
+            continue
+        for name in reward_functions(histories)[:MOST_FUNCTIONS]:
+            lines = {key.replace("*", name): label for key, label in picture["lines"].items()}
+            yield title.replace("*", name), {**picture, "lines": lines}
+
+
+def reward_functions(histories: Sequence[History]) -> list[str]:
+    """Return the names of the reward functions, if there are several: one alone is the reward."""
+    names: set[str] = set()
+    for history in histories:
+        for key in history.keys:
+            if key.startswith("rewards/") and key.endswith("/mean"):
+                names.add(key.removeprefix("rewards/").removesuffix("/mean"))
+    if len(names) == 1:
+        return []
+    return sorted(names)
+
+
+def _belongs(metric: str, keys: Set[str]) -> bool:
+    """Tell whether the metric of a symptom belongs to a picture of these metrics."""
+    if metric.startswith("rewards/"):  # one of several functions, or some of them
+        return not keys.isdisjoint(metric.split(", "))
+    root = metric.split("/")[0]
+    return any(key.split("/")[0] == root for key in keys)
 
 
 def draw(axis: Axes, picture: Mapping[str, Any], run: History) -> set[str]:
@@ -117,6 +150,7 @@ def draw(axis: Axes, picture: Mapping[str, Any], run: History) -> set[str]:
         values = [run.settings[name] for name in level["settings"] if run.settings.get(name) is not None]
         if values:
             height = level["base"] + level["sign"] * values[0]
+            height = min(max(height, -_FARTHEST), _FARTHEST)
             axis.axhline(height, color=_INK, lw=1, ls=":", label=level["label"])
     for key, label in picture.get("steps", {}).items():
         for step in np.unique(run.finite_values(key)):
@@ -136,7 +170,7 @@ def _draw_stack(axis: Axes, series: Mapping[str, Series]) -> None:
     base = np.zeros(len(edges) - 1)
     for number, (label, metric) in enumerate(series.items()):
         values = np.zeros(len(steps))
-        values[np.searchsorted(steps, metric.steps)] = np.clip(metric.values, -1e30, 1e30)
+        values[np.searchsorted(steps, metric.steps)] = np.clip(metric.values, -_FARTHEST, _FARTHEST)
         top = base + [stretch.mean() for stretch in _stretches(values)]
         text = f"{label} {values.mean():.3g}"
         axis.stairs(top, edges, baseline=base, label=text, color=_COLOURS[number], alpha=0.75, fill=True)
@@ -170,7 +204,7 @@ def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
     ends: list[int] = []
     points: list[tuple[float, float, float]] = []
     end = 0
-    for stretch in _stretches(np.clip(values, -1e30, 1e30)):  # matplotlib cannot place larger ones
+    for stretch in _stretches(np.clip(values, -_FARTHEST, _FARTHEST)):
         end += len(stretch)
         ends.append(end - 1)
         points.append((stretch.min(), float(np.median(stretch)), stretch.max()))

@@ -1,0 +1,59 @@
+"""Public logs that others have written, and how well the report judges them. The figures may only get better."""
+
+import pytest
+from benchmarks import diagnosis
+from benchmarks.diagnosis import REAL, judge_real_logs, judged_log, real_logs
+
+from trl_steady.report import History
+
+PRECISION = 0.78
+"""Least share of the heads of all verdicts that are true."""
+CAUSES = 6
+"""Least number of sick logs in which one of the right diagnoses is named."""
+CAUSES_OR_EFFECTS = 12
+"""Least number of sick logs in which one of them is named, or something else that is true."""
+WELL_FALSE = 1
+"""Most well logs with a head that is not true."""
+WELL_CRITICAL = 10
+"""Most well logs of which something critical was said at any look while they trained."""
+
+
+def test_real_logs_are_judged_at_least_as_well_as_before() -> None:
+    total = judge_real_logs()
+    assert total["sick"] == 19 and total["well"] == 25
+    assert total["true heads"] / total["heads"] >= PRECISION
+    assert total["cause"] >= CAUSES and total["cause or effect"] >= CAUSES_OR_EFFECTS
+    assert total["well, false"] <= WELL_FALSE and total["well, critical"] <= WELL_CRITICAL
+
+
+def test_each_real_log_has_a_label() -> None:
+    assert {*real_logs()} == {*REAL} and len(REAL) == 48
+    assert {about["kind"] for about in REAL.values()} >= {
+        "healthy",
+        "broken",
+        "flat",
+        "cut-off",
+        *diagnosis.NOT_JUDGED,
+    }
+    for about in REAL.values():
+        is_sick = about["kind"] not in ("healthy", *diagnosis.NOT_JUDGED)
+        assert bool(about["must"]) == is_sick or about["kind"] in diagnosis.NOT_JUDGED
+    said = {word for about in REAL.values() for key in ("must", "may") for word in about[key].split()}
+    assert said <= {*diagnosis.LEVELS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "must", "may", "counted"),
+    [
+        ("broken", "reward-constant", "", {"heads": 1, "true heads": 1, "sick": 1, "cause": 1, "cause or effect": 1}),
+        ("broken", "kl-rises", "reward-constant", {"heads": 1, "true heads": 1, "sick": 1, "cause or effect": 1}),
+        ("broken", "kl-rises gradient-zero", "", {"heads": 1, "sick": 1, "cause": 1, "cause or effect": 1}),
+        ("healthy", "", "", {"heads": 1, "well": 1, "well, false": 1, "well, critical": 1}),
+        ("healthy", "", "reward-constant", {"heads": 1, "true heads": 1, "well": 1, "well, critical": 1}),
+    ],
+)
+def test_heads_causes_and_false_alarms_are_counted(kind: str, must: str, may: str, counted: dict[str, int]) -> None:
+    """A reward of 0.5 in each answer: it never changes, and so the gradient is 0."""
+    rows = [{"step": step, "reward": 0.5, "reward_std": 0.0, "grad_norm": 0.0} for step in range(1, 21)]
+    counts, _ = judged_log({"kind": kind, "must": must, "may": may}, History(rows))
+    assert counts == counted
