@@ -124,15 +124,15 @@ def test_a_second_training_tells_its_symptoms_again_and_keeps_no_rollout(
     written: list[str] = []
     monkeypatch.setattr(training_report.tqdm, "write", written.append)
     options, _ = DEAD["constant reward"]
-    trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=32, **options)
+    trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=44, **options)
     trainer.train()
     kept = trainer.feature(TrainingReport)
-    assert [rollout["step"] for rollout in kept._answers] == [28]
+    assert [rollout["step"] for rollout in kept._answers] == [40]
     first = [line for line in written if "the reward" in line and line.startswith("trl-steady: critical")]
     trainer.train()
     again = [line for line in written if "the reward" in line and line.startswith("trl-steady: critical")]
     assert len(first) == 1 and again == 2 * first
-    assert [rollout["step"] for rollout in kept._answers] == [28]
+    assert [rollout["step"] for rollout in kept._answers] == [40]
 
 
 def test_tokens_have_their_advantages(models: dict[str, Path], tmp_path: Path) -> None:

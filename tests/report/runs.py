@@ -125,7 +125,10 @@ def nothing(completions: list[Any], **_: Any) -> list[None]:
 
 # the options, and the symptoms of which one must be named
 DEAD: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "learning rate 5": ({"learning_rate": 5.0, "max_grad_norm": math.inf}, {"entropy-collapses", "gradient-zero"}),
+    "learning rate 5": (
+        {"learning_rate": 5.0, "max_grad_norm": math.inf},
+        {"policy-collapsed", "entropy-collapses", "gradient-zero"},
+    ),
     "constant reward": ({"build": {"reward_funcs": constant}}, {"reward-constant", "gradient-zero"}),
     "no reward": ({"build": {"reward_funcs": nothing}}, {"reward-missing"}),
 }

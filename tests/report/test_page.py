@@ -162,14 +162,16 @@ def test_a_stack_of_zeros_is_no_picture_and_a_single_log_is_a_dot() -> None:
 
 
 def test_what_follows_is_in_the_card_of_its_cause_and_what_passed_is_below(tmp_path: Path) -> None:
-    rows = [{"step": i, "reward": 0.0, "reward_std": 0.0, "grad_norm": 0.0} for i in range(1, 30)]
+    rows = [{"step": i, "reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0} for i in range(1, 30)]
     for row in rows[5:15]:
         row["routing/changed"] = 0.5
     for row in rows[15:]:
         row["routing/changed"] = 0.0
     html = page(tmp_path, History(rows))
     assert html.count("<div class='card ") == 1 and "the reward never changes, since step 1." in html
-    assert re.search(r"<summary>What follows from it</summary><p class=soft>so also: the gradient is 0", html)
+    assert re.search(
+        r"<summary>What follows from it</summary><p class=soft>so also: nearly all groups are all wrong", html
+    )
     assert re.search(r"passed at step (19|2\d): many tokens take other experts", html)
     (href,) = [value for name, value in Page(html).attributes if name == "href"]
     assert href and href.endswith("docs/troubleshooting.md#the-reward-is-flat")

@@ -47,13 +47,13 @@ def test_each_real_log_has_a_label() -> None:
     [
         ("broken", "reward-constant", "", {"heads": 1, "true heads": 1, "sick": 1, "cause": 1, "cause or effect": 1}),
         ("broken", "kl-rises", "reward-constant", {"heads": 1, "true heads": 1, "sick": 1, "cause or effect": 1}),
-        ("broken", "kl-rises gradient-zero", "", {"heads": 1, "sick": 1, "cause": 1, "cause or effect": 1}),
+        ("broken", "kl-rises groups-all-wrong", "", {"heads": 1, "sick": 1, "cause": 1, "cause or effect": 1}),
         ("healthy", "", "", {"heads": 1, "well": 1, "well, false": 1, "well, critical": 1}),
         ("healthy", "", "reward-constant", {"heads": 1, "true heads": 1, "well": 1, "well, critical": 1}),
     ],
 )
 def test_heads_causes_and_false_alarms_are_counted(kind: str, must: str, may: str, counted: dict[str, int]) -> None:
-    """A reward of 0.5 in each answer: it never changes, and so the gradient is 0."""
-    rows = [{"step": step, "reward": 0.5, "reward_std": 0.0, "grad_norm": 0.0} for step in range(1, 21)]
+    """A reward of 0 in each answer: it never changes, and so all groups are all wrong."""
+    rows = [{"step": step, "reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0} for step in range(1, 25)]
     counts, _ = judged_log({"kind": kind, "must": must, "may": may}, History(rows))
     assert counts == counted

@@ -422,7 +422,9 @@ def test_what_follows_stands_behind_its_cause_without_advice() -> None:
     assert first.symptom.name == "policy-collapsed" and len(others) >= 2
     assert {each.cause for each in others} == {"policy-collapsed"}
     lines = verdict(findings).splitlines()
-    assert lines[0] == "symptoms: 1" and "learning_rate" in lines[1] and lines[2].startswith("    so also: ")
+    assert (
+        lines[0].startswith("symptoms: 1 (") and "learning_rate" in lines[1] and lines[2].startswith("    so also: ")
+    )
     assert "max_completion_length" not in "".join(lines)
     order = {symptom.name: (index, symptom) for index, symptom in enumerate(SYMPTOMS)}
     for index, symptom in order.values():

@@ -127,7 +127,9 @@ def reward_constant(history: History) -> Found | None:
     if len(values) < 2 or np.ptp(values) or spread.any():
         return None
     if not history.is_over:
-        is_flat = len(values) >= 20  # the next group may be the first that is not all wrong
+        # the next group may be the first that is not all wrong
+        least = 20 if values[0] in (-1, 0, 1) else 10
+        is_flat = len(values) >= least
     elif "reward_std" in history.keys:
         is_flat = len(spread) > 0
     else:
