@@ -120,7 +120,7 @@ def test_steps_that_the_scaler_of_fp16_skips_are_no_symptom(skipped: range) -> N
         ([{"step": 5, "train_runtime": 1.0}], "0 logs of the reward: too few"),  # logging_steps is 10 by default
         (
             [{"step": i, "reward": i % 3, "grad_norm": math.nan if i < 4 else 1.0} for i in range(1, 6)],
-            "5 rollouts: too few to judge\n  passed at step 4: the gradient",
+            "5 rollouts: too few to judge, at least 6 are needed\n  passed at step 4: the gradient",
         ),
     ],
 )

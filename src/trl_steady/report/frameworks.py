@@ -201,7 +201,8 @@ def blind(keys: Iterable[str], framework: Framework) -> list[str]:
     areas: list[str] = []
     for area, metrics in AREAS.items():
         if area in framework.opens and keys.isdisjoint(metrics):
-            how = framework.opens[area] or f"not logged by {framework.title}"
+            option = framework.opens[area]
+            how = f"needs {option}" if option else f"not logged by {framework.title}"
             areas.append(f"{area} ({how})")
     return areas
 

@@ -201,7 +201,7 @@ def _looked_for(history: History, missing: Mapping[str, str]) -> str:
     text = f" ({looked} of {looked + lacking} looked for)"
     areas = blind(history.keys, framework)
     if areas:
-        text = f"{text}; not looked for: {', '.join(areas)}"
+        text = f"{text}; not in this log: {', '.join(areas)}"
     return text
 
 
