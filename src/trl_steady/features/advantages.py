@@ -4,6 +4,7 @@ Read `Advantages.on_rollout_end`. A new way to make advantages is a branch there
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,8 +21,7 @@ from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import energies_as_entropies
 from trl_steady.trl_bridge.log_probs import policy_log_probs
 from trl_steady.trl_bridge.overrides import overrides
-from trl_steady.trl_bridge.patching import patched
-from trl_steady.trl_bridge.rollout import log_advantages
+from trl_steady.trl_bridge.rollout import log_advantages, without_scale
 
 _TOKEN_BASELINE = 'advantage_baseline="token"'
 
@@ -59,9 +59,10 @@ class Advantages(Feature):
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Let TRL leave the advantages undivided with `scale_rewards="mean"`, which TRL would refuse in PPO too."""
-        if getattr(self.args, "scale_rewards", None) != "mean":
-            return call_next(rollout)
-        with patched(self.trainer, {"scale_rewards": "none"}):  # TRL subtracts the mean of a group only
+        scaling: AbstractContextManager[None] = nullcontext()
+        if getattr(self.args, "scale_rewards", None) == "mean":
+            scaling = without_scale(self.trainer)
+        with scaling:
             return call_next(rollout)
 
     def on_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:

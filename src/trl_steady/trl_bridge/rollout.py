@@ -31,6 +31,11 @@ def without_old_log_probs(trainer: Trainer) -> AbstractContextManager[None]:
     return patched(trainer, {"vllm_importance_sampling_correction": False})
 
 
+def without_scale(trainer: Trainer) -> AbstractContextManager[None]:
+    """Let TRL's rollout subtract the mean of a group, and divide by nothing."""
+    return patched(trainer, {"scale_rewards": "none"})  # TRL raises for other values than its own
+
+
 def _zero_log_probs(_: object, input_ids: Tensor, __: object, width: int, *___: object, **____: object) -> LogProbs:
     return torch.zeros(len(input_ids), width, device=input_ids.device), None, None
 
