@@ -122,5 +122,5 @@ def test_a_command_runs(
     assert "trl_steady.trainers.grpo.GRPOTrainer, loss_type='gspo'" in printed or "train.py" not in command
     assert printed
     if command == "trl-steady report out":
-        (shown,) = (block.source for block in BLOCKS if block.source.startswith("out, "))
+        (shown,) = (block.source for block in BLOCKS if block.source.startswith("out: TRL log, 20 "))
         assert printed.split()[: len(shown.split())] == shown.split()
