@@ -150,6 +150,33 @@ def test_a_decorator_may_take_other_options(tmp_path: Path) -> None:
     assert cast(Any, Renamed)(str(tmp_path), lr=0.5, **OFF_POLICY).learning_rate == 0.5
 
 
+@pytest.mark.parametrize("base", [trl_steady.GRPOConfig, trl_steady.RLOOConfig, trl_steady.PPOConfig])
+def test_annotations_of_a_script_may_be_for_a_type_checker_only(base: type[Any], tmp_path: Path) -> None:
+    """As those of types that are imported under `TYPE_CHECKING`."""
+
+    class Mixin:
+        path: "Elsewhere"  # noqa: F821
+
+    @dataclasses.dataclass
+    class Own(Mixin, base):
+        where: "Somewhere | None" = None  # noqa: F821
+        beta: "Small" = 0.25  # noqa: F821  # TRL's option
+        engine_check: "Limit" = 0.5  # noqa: F821  # ours
+
+    @dataclasses.dataclass
+    class Below(Own):
+        what: "somewhere.Kind" = 1  # noqa: F821
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it has no engine
+        own = Below(str(tmp_path), where=3, **OFF_POLICY)
+    assert (own.where, own.beta, own.engine_check) == (3, 0.25, 0.5)
+    for option, value in (("beta", "0.1"), ("engine_check", -1.0), ("ref_model_sync_kl", "a")):
+        with pytest.raises(ValueError, match=rf"^{option}={value!r} cannot work"):
+            Below(str(tmp_path), **OFF_POLICY, **{option: value})
+    assert own_options(Below) == own_options(base)
+
+
 def test_a_warning_names_the_line_of_the_script(models: dict[str, Path], tmp_path: Path) -> None:
     """The script builds a config, a copy of it, or a trainer."""
 

@@ -3,7 +3,8 @@
 import os
 import re
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,12 @@ MOVING = resumable.OPTIONS
     ("run", "step", "options", "message"),
     [
         ("trl", 12, MOVING, r"holds no reference.safetensors.*begin a new run"),
-        ("model only", 3, MOVING, r"holds no reference.safetensors.*save_only_model=False"),
+        (
+            "model only",
+            3,
+            MOVING,
+            r"checkpoint-3 is incomplete: it holds no optimizer.*save_only_model=True.* model\.",
+        ),
         ("moving", 12, FROZEN, r"checkpoint-12 holds a refreshed reference .*Set sync_ref_model=True"),
         ("trl", 3, FROZEN, r"checkpoint-3 was taken inside a generation window and has no .*4 micro-batches"),
         ("moving", 9, {**MOVING, "num_iterations": 4}, r"began with\s+num_iterations=2; this .*_iterations=4"),
@@ -201,6 +207,7 @@ def test_a_checkpoint_written_again_replaces_the_old_one(models: dict[str, Path]
             id="a broken link",
         ),
         pytest.param("trainer_state.json", lambda folder: [path.unlink() for path in folder.iterdir()], id="begun"),
+        pytest.param("manifest.json", lambda folder: (folder / "manifest.json").unlink(), id="no manifest"),
     ],
 )
 def test_the_newest_complete_checkpoint_is_taken(
@@ -211,12 +218,59 @@ def test_the_newest_complete_checkpoint_is_taken(
     trainer = tiny.trainer(models["dense"], folder, lora=True, padded=True, **FROZEN)
     assert trainer.checkpoints.newest() == str(folder / "checkpoint-18")
     spoil(folder / "checkpoint-18")
-    way_out = re.escape(f"resume_from_checkpoint={str(folder / 'checkpoint-18')!r} takes it all the same")
-    said = rf"^checkpoint-18 is incomplete: {file} is missing or cut off \({way_out}\)\. checkpoint-15 is complete"
+    said = rf"^checkpoint-18 is incomplete: {file} is missing or cut off\. checkpoint-15 is complete, and is taken"
     with pytest.warns(UserWarning, match=said) as caught:
         trainer.train(resume_from_checkpoint=True)
     assert [row["step"] for row in trainer.state.log_history[-4:]] == [16, 17, 18, 18]
     assert __file__ in [each.filename for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("run", "file"),
+    [
+        ("moving", "optimizer.pt"),
+        ("moving", "reference.safetensors"),
+        ("moving", "rollouts_0.pt"),
+        ("moving", "rng_state.pth"),
+        ("moving", "steady.json"),
+        ("moving", "trainer_state.json"),
+        ("moving", "manifest.json"),
+        ("trl", "trainer_state.json"),
+        ("trl", "optimizer.pt"),
+        ("trl", "scheduler.pt"),
+    ],
+)
+@pytest.mark.parametrize("by_name", [True, False], ids=["by its name", "as the newest"])
+def test_an_incomplete_checkpoint_is_refused_if_there_is_no_other(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path, run: str, file: str, by_name: bool
+) -> None:
+    checkpoint = tmp_path / "checkpoint-12"
+    shutil.copytree(runs[run] / "checkpoint-12", checkpoint)
+    (checkpoint / file).unlink()
+    trainer = tiny.trainer(models["dense"], tmp_path, lora=True, **(MOVING if run == "moving" else FROZEN))
+    why = "it holds no optimizer or no scheduler"
+    if run == "moving" or file == "trainer_state.json":
+        why = f"{file} is missing or cut off"
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(checkpoint))} is incomplete: {why}"):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if by_name else True)
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "TRL's"])
+def test_a_checkpoint_of_the_model_only_is_refused(models: dict[str, Path], tmp_path: Path, ours: bool) -> None:
+    """Also at the end of a window. A newer one is passed over."""
+    options = {"steps_per_generation": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    tiny.train(tiny.trainer(models["dense"], tmp_path, **options))
+    options |= {"max_steps": 4, "save_steps": 4, "save_only_model": True}
+    model_only = tiny.train(tiny.trainer(models["dense"], tmp_path, ours=ours, **options))
+    trainer = tiny.trainer(models["dense"], tmp_path, **options)
+    with pytest.raises(ValueError, match=r"checkpoint-4 is incomplete: it holds no optimizer .*save_only_model=True"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    with pytest.warns(UserWarning, match="^checkpoint-4 is incomplete: .* checkpoint-2 is complete, and is taken"):
+        trainer.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in trainer.state.log_history] == [1, 2, 3, 4, 4]
+    if ours:
+        assert model_only.last_checkpoint is None
 
 
 def test_an_edited_checkpoint_and_one_of_trl_are_complete(
@@ -240,7 +294,7 @@ def test_an_edited_checkpoint_and_one_of_trl_are_complete(
 
 @pytest.mark.parametrize(
     ("steps", "said"),
-    [(5, "resume_from_checkpoint=True continues from checkpoint-3"), (2, "no checkpoint has been saved")],
+    [(5, "resume_from_checkpoint=True continues from checkpoint-3"), (2, "no complete checkpoint has been saved")],
 )
 def test_ctrl_c_says_what_continues_the_run_in_few_lines(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, said: str
@@ -326,3 +380,75 @@ def test_a_run_over_a_stream_that_ended_in_its_first_pass_can_be_made_longer(
     longer = streamed(models["dense"], tmp_path)
     longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
     assert resumable.differences(tiny.parameters(of_stream), tiny.parameters(longer)) == []
+
+
+class Repeated(torch.utils.data.Sampler[int]):
+    """Each prompt `times` times, in an order that depends on the epoch, if that is told."""
+
+    def __init__(self, prompts: int, times: int) -> None:
+        self.prompts, self.times, self.epoch = prompts, times, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(self.prompts):
+            yield from [(i + self.epoch) % self.prompts] * self.times
+
+    def __len__(self) -> int:
+        return self.prompts * self.times
+
+
+def loader_of_a_script(trainer: Any) -> torch.utils.data.DataLoader[Any]:
+    args, data = trainer.args, trainer.train_dataset
+    sampler = None
+    if hasattr(data, "__len__"):
+        sampler = Repeated(len(data), trainer.num_generations)
+    size = args.per_device_train_batch_size * args.steps_per_generation
+    return torch.utils.data.DataLoader(data, batch_size=size, collate_fn=lambda rows: rows, sampler=sampler)
+
+
+class OwnLoader(trl_steady.GRPOTrainer):
+    def get_train_dataloader(self) -> Any:
+        return loader_of_a_script(self)
+
+
+class PreparedLoader(trl_steady.GRPOTrainer):
+    def get_train_dataloader(self) -> Any:
+        return self.accelerator.prepare(loader_of_a_script(self))
+
+
+class OtherLoader(trl_steady.GRPOTrainer):
+    """It replaces what `super()` returns, as some do that change its arguments."""
+
+    def get_train_dataloader(self) -> Any:
+        super().get_train_dataloader()
+        return loader_of_a_script(self)
+
+
+class OwnSampler(trl_steady.GRPOTrainer):
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return Repeated(len(self.train_dataset), self.num_generations)
+
+
+@pytest.mark.parametrize("kind", [OwnLoader, PreparedLoader, OtherLoader, OwnSampler])
+@pytest.mark.parametrize("steps", [6, 11])  # in the second epoch, and in the third
+def test_a_run_with_an_order_of_its_own_resumes_as_trls(
+    models: dict[str, Path], tmp_path: Path, kind: Any, steps: int
+) -> None:
+    """After the first epoch, whose four prompts are four steps. A warning tells that the order is not known."""
+    options = {"steps_per_generation": 1, "max_steps": 12, "save_strategy": "steps", "save_steps": 1}
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, **options)
+
+    def build() -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            built = kind(str(models["dense"]), tiny.reward, args, tiny.dataset(4), processing_class=tiny.tokenizer())
+        said = [str(each.message) for each in caught if "decides the order of the training data" in str(each.message)]
+        assert len(said) == (kind in (OwnLoader, PreparedLoader)) and all(kind.__name__ in each for each in said)
+        return built
+
+    whole, resumed = tiny.train(build()), build()
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
+    assert resumable.differences(tiny.parameters(whole), tiny.parameters(resumed)) == []
+    assert tiny.history(resumed)[:-1] == tiny.history(whole)[:-1]

@@ -93,10 +93,10 @@ ENGINE_ARGUMENTS = Range(_is_engine_arguments, "a dict of arguments of vllm.LLM,
 def marked(config: type, kind: type[_T]) -> dict[str, _T]:
     """Return the options of a config whose annotation has a mark of this kind, each with its mark.
 
-    A class that declares an option again without the mark, such as a script's with another default, inherits it.
+    A script's class that declares an option again, such as with another default, inherits the mark.
     """
     marks: dict[str, _T] = {}
-    for owner in reversed(config.__mro__):
+    for owner in reversed(_our_config(config).__mro__):
         for name, annotation in inspect.get_annotations(owner).items():
             for mark in getattr(annotation, "__metadata__", ()):
                 if isinstance(mark, kind):
@@ -107,12 +107,24 @@ def marked(config: type, kind: type[_T]) -> dict[str, _T]:
 @cache
 def own_options(config: type, *others: str) -> dict[str, Any]:
     """Return the options that trl-steady adds or changes, and others, in the order of the config, with their types."""
+    ours = _our_config(config)
     names = set(others)
-    for owner in config.__mro__:
+    for owner in ours.__mro__:
         if owner.__module__.startswith("trl_steady."):
             names.update(inspect.get_annotations(owner))
-    types = get_type_hints(config)
+    types = get_type_hints(ours)
     return {setting.name: types[setting.name] for setting in fields(config) if setting.name in names}
+
+
+def _our_config(config: type) -> type:
+    """Return the config of trl-steady that a config is, or extends.
+
+    Annotations of a script's class are not read: they may name what only a type checker imports.
+    """
+    for owner in config.__mro__:
+        if owner.__module__.startswith("trl_steady."):
+            return owner
+    raise TypeError(f"{config.__name__} extends no config of trl-steady.")
 
 
 # checks

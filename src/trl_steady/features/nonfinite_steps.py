@@ -111,7 +111,7 @@ class NonfiniteSteps(Feature):
         if self._in_a_row[owner] < self._limit:
             return False
         saved = trainer.last_checkpoint
-        then = "begin again: no checkpoint has been saved"
+        then = "begin again: no complete checkpoint has been saved"
         if saved:
             then = f"resume from the last complete checkpoint: {saved}"
         raise FloatingPointError(

@@ -24,9 +24,17 @@ from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
 from trl_steady.core.feature import Trainer, warn_user
 from trl_steady.core.state_file import read_state, write_state
-from trl_steady.trl_bridge.manifest import DataOrder, missing_file, read_manifest, write_manifest
+from trl_steady.trl_bridge.manifest import (
+    WINDOW_FILE,
+    DataOrder,
+    read_manifest,
+    why_incomplete,
+    write_manifest,
+)
+from trl_steady.trl_bridge.overrides import overrides
 from trl_steady.trl_bridge.patching import patched
 from trl_steady.trl_bridge.trl_state import as_trl_trainer, generation_interval, is_before_generation
+from trl_steady.trl_bridge.vllm import first_reason
 from trl_steady.trl_bridge.window import changed_settings, window_settings
 
 UNFINISHED = "_unfinished"
@@ -47,25 +55,58 @@ class Checkpoints:
         self.last: Path | None = None
         """Written last, or else resumed from."""
         self._run = ""  # its id, once it is known
+        self._has_told_of_order = False
+
+    def on_init_end(self) -> None:
+        """Say early if a resume will not know the order of the training data."""
+        own = overrides(self._trainer, "order", without_super=True)
+        if own and self._trainer.args.save_strategy != "no":
+            self._tell_of_order(own[0])
 
     def newest(self) -> str | None:
         """Return the newest complete checkpoint of the run, or None. Warn of a newer one, such as half of a copy."""
         incomplete = ""
-        for folder in reversed(sort_checkpoints(self._trainer.args.output_dir)):
+        for folder in self._newest_first():
             checkpoint = Path(folder)
-            if not _CHECKPOINT.search(folder):
-                continue
-            missing = missing_file(checkpoint)
-            if missing is None:
+            why = why_incomplete(checkpoint)
+            if why is None:
                 if incomplete:
                     warn_user(f"{incomplete}. {checkpoint.name} is complete, and is taken.")
                 return folder
             if not incomplete:
-                incomplete = (
-                    f"{checkpoint.name} is incomplete: {missing} is missing or cut off "
-                    f"(resume_from_checkpoint={folder!r} takes it all the same)"
-                )
+                incomplete = f"{checkpoint.name} is incomplete: {why}"
         return None
+
+    def _newest_first(self) -> list[str]:
+        folders = reversed(sort_checkpoints(self._trainer.args.output_dir))
+        return [folder for folder in folders if _CHECKPOINT.search(folder)]
+
+    def to_resume(self, asked: str | bool | None) -> str | bool | None:
+        """Return the checkpoint from which to resume, the newest complete one for True. Every process must call this.
+
+        Raises:
+            ValueError: It is incomplete. transformers would go on without what is missing.
+        """
+        if not asked:
+            return asked
+        if asked is True:
+            newest: str | None = None
+            if self._trainer.accelerator.is_main_process:
+                newest = self.newest() or next(iter(self._newest_first()), None)
+            (newest,) = broadcast_object_list([newest])
+            if newest is None:
+                return True  # transformers says that there is none
+            asked = newest
+        why = None
+        if Path(asked).is_dir():
+            why = why_incomplete(Path(asked))
+        why = first_reason(why)
+        if why is not None:
+            raise ValueError(
+                f"{asked} is incomplete: {why}. Resume from a complete checkpoint, or begin a new run with its "
+                "weights as the model."
+            )
+        return asked
 
     # saving
 
@@ -102,7 +143,8 @@ class Checkpoints:
             if args.should_save:
                 state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
         self._move_into_place(unfinished, checkpoint)
-        self.last = checkpoint
+        if not args.save_only_model:
+            self.last = checkpoint
         if args.push_to_hub:
             self._trl._push_from_checkpoint(str(checkpoint))
         if args.should_save:
@@ -182,7 +224,7 @@ class Checkpoints:
             return "{}"
 
     def _window_file(self) -> str:
-        return f"rollouts_{self._trainer.accelerator.process_index}.pt"
+        return f"{WINDOW_FILE}{self._trainer.accelerator.process_index}.pt"
 
     # resuming
 
@@ -218,11 +260,16 @@ class Checkpoints:
                 "length."
             )
         elif self.data_order == "unknown" and epoch >= 1:
+            self._tell_of_order(type(self._trainer).__name__)
+
+    def _tell_of_order(self, owner: str) -> None:
+        if not self._has_told_of_order:
             warn_user(
-                f"{type(self._trainer).__name__} has a data loader of its own. The resume skips the batches of this "
-                "epoch, as TRL does, and the orders of earlier epochs are not drawn again. If its order changes from "
-                "epoch to epoch, let it depend on the number of the epoch."
+                f"{owner} decides the order of the training data. A resume skips the batches of its epoch, as TRL's "
+                "does, and draws no order of an earlier epoch again. If the order changes from epoch to epoch, let it "
+                "depend on the number of the epoch."
             )
+        self._has_told_of_order = True
 
     def _load_window(self, checkpoint: Path) -> dict[tuple[str, str], list[float]]:
         """Restore the rollouts in use, and return the totals of metrics.
@@ -236,8 +283,8 @@ class Checkpoints:
             if self._micro_batches_of_epoch() % interval:
                 raise ValueError(
                     f"{checkpoint} was taken inside a generation window and has no {file.name}: it was written by "
-                    "TRL, by fewer processes, or with save_only_model=True. Resume from a checkpoint at the end of a "
-                    f"window (every {interval} micro-batches)."
+                    f"TRL, or by fewer processes. Resume from a checkpoint at the end of a window (every {interval} "
+                    "micro-batches)."
                 )
             return {}
         window = read_state(file, trainer.accelerator.device.type)

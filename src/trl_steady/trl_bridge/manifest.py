@@ -7,15 +7,18 @@ from typing import Literal, NamedTuple
 from zipfile import is_zipfile
 
 from safetensors import SafetensorError, safe_open
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 _NAME = "manifest.json"
+WINDOW_FILE = "rollouts_"
+"""The beginning of the name of each process's file with its rollouts in use."""
 _FORMER_NAME = "sizes.json"  # of checkpoints that trl-steady 0.1.dev0 wrote: sizes only
-_READ_BY_A_RESUME = re.compile(r"\.(safetensors|bin|pth?|distcp|json)$")
+# the last two are of FSDP2 and DeepSpeed
+_READ_BY_A_RESUME = re.compile(r"\.(safetensors|bin|pth?|distcp|json)$|(^|/)(\.metadata|latest)$")
 # beside the weights for those who load the model; a resume takes its own
 _OF_THE_MODEL_CARD = re.compile(
     r"(^|/)(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|preprocessor_config"
-    r"|processor_config|chat_template)\.json$"
+    r"|video_preprocessor_config|processor_config|chat_template)\.json$"
 )
 DataOrder = Literal["sampler", "stream", "unknown"]
 """How a resume finds its place in the training data. TRL's sampler draws the order of each epoch, and a stream is read
@@ -51,11 +54,23 @@ def read_manifest(checkpoint: Path) -> Manifest:
         return Manifest(content["run"], content["data_order"], content["files"])
     if (checkpoint / _FORMER_NAME).is_file():
         return Manifest("", None, json.loads((checkpoint / _FORMER_NAME).read_text()))
+    if any(checkpoint.glob(f"{WINDOW_FILE}*")):  # ours, and the manifest is written last
+        return Manifest("", None, {_NAME: 1})
     return Manifest("", None, {TRAINER_STATE_NAME: 1})  # TRL writes its state last
 
 
-def missing_file(checkpoint: Path) -> str | None:
-    """Return the first file of a checkpoint that is missing or cut off; None if it is complete."""
+def why_incomplete(checkpoint: Path) -> str | None:
+    """Return why a run cannot go on from a checkpoint, such as "optimizer.pt is missing"; None if it can."""
+    missing = _missing_file(checkpoint)
+    if missing is not None:
+        return f"{missing} is missing or cut off"
+    if not _holds_optimizer(checkpoint):
+        return "it holds no optimizer or no scheduler, as with save_only_model=True"
+    return None
+
+
+def _missing_file(checkpoint: Path) -> str | None:
+    """Return the first file of a checkpoint that is missing or cut off; None if all are there."""
     try:
         manifest = read_manifest(checkpoint)
     except ValueError:
@@ -66,13 +81,21 @@ def missing_file(checkpoint: Path) -> str | None:
     return None
 
 
+def _holds_optimizer(checkpoint: Path) -> bool:
+    """Return True if a checkpoint has an optimizer and a scheduler. Without either, transformers loads neither."""
+    names = [path.name for path in checkpoint.iterdir()]
+    if any(name.startswith("global_step") for name in names):  # of DeepSpeed, which saves both in there
+        return True
+    return SCHEDULER_NAME in names and any(name.startswith("optimizer") for name in names)
+
+
 def _is_whole(path: Path, size: int) -> bool:
     """Return True if a file has its size, or less, but is whole: somebody has written it anew, in bf16 perhaps."""
     try:
-        if path.stat().st_size >= size or is_zipfile(path):
-            return True
         if path.suffix == ".json":
             json.loads(path.read_text())
+            return True
+        if path.stat().st_size >= size or is_zipfile(path):
             return True
         with safe_open(path, "pt"):
             return True

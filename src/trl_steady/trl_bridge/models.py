@@ -115,9 +115,7 @@ def refuse_missing_tensors(model: torch.nn.Module, missing: Collection[str]) -> 
     if lost:
         raise ValueError(
             f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, for example {min(lost)}. Give "
-            "the trainer the model and the peft_config that the run had. A fully trained mixture of experts, which "
-            "transformers saves under other names than it loads, cannot be resumed: load the checkpoint with "
-            "from_pretrained."
+            "the trainer the model and the peft_config that the run had."
         )
 
 

@@ -1,16 +1,19 @@
 """A checkpoint of another adapter is refused: PEFT would load it as far as names of tensors agree."""
 
+import copy
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+import torch
 import transformers
 from peft import LoraConfig
 
-from tests.tools import tiny
-from trl_steady.features.adapters.saved import refuse_other_adapter
+from tests.tools import resumable, tiny
+from trl_steady.features.adapters.saved import refuse_other_adapter, unsaved_parameters
 
 RUN: dict[str, Any] = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1}  # a window is 4 steps
 QV = ["q_proj", "v_proj"]
@@ -179,3 +182,78 @@ def test_shards_get_the_configuration_of_their_adapter(models: dict[str, Path], 
     refuse_other_adapter(trainer.model, tmp_path)
     with pytest.raises(ValueError, match="use_dora=False"):
         refuse_other_adapter(policy(models["dense"], LoraConfig(**LORA, use_dora=True)), tmp_path)
+
+
+# kinds of which PEFT does not save what they train
+
+PROMPT: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+VECTORS = {"target_modules": QV, "num_vectors": 8, "vector_length": 4, "topk": 2, "r": 2}
+UNSAVED: dict[str, peft.PeftConfig] = {
+    "p-tuning": peft.PromptEncoderConfig(**PROMPT, encoder_hidden_size=8),
+    "projected prefix": peft.PrefixTuningConfig(**PROMPT, prefix_projection=True, encoder_hidden_size=8),
+    "vectors, best only": peft.VBLoRAConfig(**VECTORS, save_only_topk_weights=True),
+}
+SAVED: dict[str, peft.PeftConfig] = {
+    "prompt": peft.PromptTuningConfig(**PROMPT),
+    "prefix": peft.PrefixTuningConfig(**PROMPT),
+    "vectors": peft.VBLoRAConfig(**VECTORS),
+    "vera": peft.VeraConfig(target_modules=QV, save_projection=False),
+    "ia3": peft.IA3Config(target_modules=QV, feedforward_modules=[]),
+    "loha": peft.LoHaConfig(r=4, target_modules=QV),
+    "tokens": peft.TrainableTokensConfig(token_indices=[1, 2]),
+    "lora": LoraConfig(**LORA, use_dora=True, bias="all", modules_to_save=["lm_head"], trainable_token_indices=[3]),
+}
+
+
+@pytest.mark.parametrize("name", [*UNSAVED, *SAVED])
+def test_what_peft_does_not_save_is_what_it_does_not_load(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    config = {**UNSAVED, **SAVED}[name]
+    torch.manual_seed(1)
+    model = policy(models["dense"], copy.deepcopy(config))
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    for parameter in trained.values():
+        parameter.data += torch.randn(parameter.shape) / 10
+    random_state = torch.get_rng_state()
+    unsaved = unsaved_parameters(model)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert bool(unsaved) == (name in UNSAVED)
+    model.save_pretrained(tmp_path)
+    other = policy(models["dense"], copy.deepcopy(config))
+    if name == "projected prefix":
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            other.load_adapter(tmp_path, "default", is_trainable=True)
+        return
+    other.load_adapter(tmp_path, "default", is_trainable=True)
+    lost = [name for name, each in trained.items() if not torch.equal(each, other.get_parameter(name))]
+    assert sorted(unsaved) == sorted(lost)
+
+
+def test_a_kind_that_cannot_be_resumed_is_told_before_the_run(models: dict[str, Path], tmp_path: Path) -> None:
+    def build(**options: Any) -> Any:
+        build = {"peft_config": copy.deepcopy(UNSAVED["p-tuning"]), "eval_dataset": tiny.dataset(4)}
+        return tiny.trainer(models["dense"], tmp_path, build=build, gradient_checkpointing=False, **options)
+
+    why = r"PEFT does not save \d+ of the parameters that P_TUNING trains, for example prompt_encoder"
+    with pytest.warns(UserWarning, match=rf"^{why}.*This run cannot be resumed"):
+        trainer = build(**RUN)
+    trainer.train()
+    with pytest.raises(ValueError, match=rf"checkpoint-4 cannot be resumed: {why}"):
+        build(**RUN).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    with pytest.raises(ValueError, match=rf"^load_best_model_at_end=True does not work here: {why}"):
+        build(**RUN, **best)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build()  # it saves nothing
+    assert not [each for each in caught if "PEFT does not save" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", ["prompt", "prefix"])
+def test_a_kind_that_is_saved_resumes_exactly(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    def build() -> Any:
+        build = {"peft_config": copy.deepcopy(SAVED[name]), "train_dataset": tiny.dataset(64)}
+        return tiny.trainer(models["dense"], tmp_path, build=build, gradient_checkpointing=False, **RUN)
+
+    whole, resumed = tiny.train(build()), build()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumable.differences(tiny.parameters(whole), tiny.parameters(resumed)) == []

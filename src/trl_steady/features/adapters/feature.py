@@ -18,7 +18,7 @@ from trl_steady.core.types import Construction
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.adapters.merging import merged_weights
 from trl_steady.features.adapters.precision import keep_gradients_on_cpu, keep_in_float32, lost_to_rounding
-from trl_steady.features.adapters.saved import refuse_other_adapter
+from trl_steady.features.adapters.saved import refuse_other_adapter, unsaved_parameters
 from trl_steady.features.adapters.vllm_sync import LoraSync, needs_adapter
 from trl_steady.trl_bridge.models import REFERENCE_ADAPTER
 from trl_steady.trl_bridge.trl_state import request_weight_sync
@@ -30,6 +30,8 @@ class Adapters(Feature):
     """Keeps a quantised policy trainable, its adapters in the asked dtype, and its base unchanged by an engine."""
 
     args: SharedOptions
+    _why_not_saved: str | None = None
+    """Why a checkpoint does not hold the adapter that trains; None if it does."""
 
     def around_init(self, construction: Construction, call_next: Callable[[Construction], None]) -> None:
         """Keep the values of a loaded adapter, which TRL's constructor casts to bf16."""
@@ -58,6 +60,7 @@ class Adapters(Feature):
         if isinstance(model, PeftModel):
             self._active = list(model.active_adapters)
             self._check_base(model)
+            self._check_saved(model)
         elif trainer.use_vllm and args.vllm_adapter_sync:
             self.refuse("vllm_adapter_sync=True", "the policy has no adapter", "Give peft_config.")
         if not trainer.use_vllm or not isinstance(model, PeftModel):
@@ -117,6 +120,24 @@ class Adapters(Feature):
             raise ValueError(f"{finding}, and PEFT does not save them. Freeze them, or {instead}.")
         self.warn(f"{finding}. A reference on this base changes with them. To avoid this, {instead}.")
 
+    def _check_saved(self, model: PeftModel) -> None:
+        """Warn of a kind of adapter that cannot be resumed, because PEFT does not save all that it trains."""
+        if self.trainer.is_deepspeed_enabled:  # which saves every parameter that trains
+            return
+        unsaved = unsaved_parameters(model)
+        if not unsaved:
+            return
+        kind = getattr(model.active_peft_config.peft_type, "value", None)  # of an enumeration
+        self._why_not_saved = (
+            f"PEFT does not save {len(unsaved)} of the parameters that {kind} trains, for example {min(unsaved)}"
+        )
+        if self.args.load_best_model_at_end:
+            self.refuse("load_best_model_at_end=True", self._why_not_saved, "Leave it unset, or train another kind.")
+        if self.args.save_strategy != "no":
+            self.warn(
+                f"{self._why_not_saved}. This run cannot be resumed. To be able to, train another kind, as LoRA."
+            )
+
     def on_train_begin(self) -> None:
         """Let the engine get the policy, because the steps of a training count from 0 again."""
         request_weight_sync(self.trainer)
@@ -140,6 +161,10 @@ class Adapters(Feature):
     def load_state(self, checkpoint: Path) -> None:
         """Refuse a checkpoint of a run on another base, of another adapter, or of several active adapters."""
         model = self._policy
+        if self._why_not_saved is not None:
+            raise ValueError(
+                f"{checkpoint} cannot be resumed: {self._why_not_saved}. Begin a new run, with another kind, as LoRA."
+            )
         if isinstance(model, PeftModel) and model.active_adapters != self._active:
             raise ValueError(
                 f"the active adapters of the policy were {self._active}, and transformers keeps the first only. Merge "

@@ -5,14 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from peft import PeftConfig, PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import safe_open
+from torch import Tensor
 from transformers.utils import CONFIG_NAME
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from trl_steady.features.adapters.base_model import base_changing_init
+from trl_steady.trl_bridge.models import is_lora_parameter, keep_random_state
 from trl_steady.trl_bridge.window import as_json
 
 # fields of a configuration that act when PEFT makes an adapter, or never
@@ -81,3 +84,30 @@ def refuse_other_adapter(model: PeftModel, checkpoint: Path) -> None:
     now["tensors"] = sorted(differing & own_names)[:2]
     same_names = bool(saved_names) and own_names == saved_names
     refuse_other_settings(before, now, checkpoint, same_names=same_names)
+
+
+def unsaved_parameters(model: PeftModel) -> list[str]:
+    """Return the names of parameters that the active adapter trains, and that PEFT does not save as they are.
+
+    PEFT saves what the networks of P-tuning give, for example, and not the networks.
+    """
+    adapter = model.active_adapters[0]
+    others = [name for name in model.peft_config if name != adapter]
+    with keep_random_state(), torch.no_grad():  # a network may have dropout
+        saved = list(get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False).values())
+    in_place = {(tensor.data_ptr(), tensor.shape) for tensor in saved}
+    unsaved: list[str] = []
+    for name, parameter in model.named_parameters():
+        is_of_another = any(is_lora_parameter(name, other) for other in others)
+        if not parameter.requires_grad or is_of_another or (parameter.data_ptr(), parameter.shape) in in_place:
+            continue
+        if not any(_ends_with(tensor, parameter) for tensor in saved):
+            unsaved.append(name)
+    return unsaved
+
+
+def _ends_with(saved: Tensor, parameter: Tensor) -> bool:
+    """Return True if a saved copy holds a parameter, perhaps behind frozen rows as a CARTRIDGE's."""
+    if saved.dim() == 0 or saved.shape[1:] != parameter.shape[1:] or len(saved) < len(parameter):
+        return False
+    return torch.equal(saved[len(saved) - len(parameter) :].detach().cpu(), parameter.detach().cpu())
