@@ -14,8 +14,9 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Sized
+from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import Sampler
@@ -136,7 +137,7 @@ class Checkpoints:
         """Write the manifest and rename the folder, when all processes have written their files."""
         accelerator, run = self._trainer.accelerator, self._run_id()
         if accelerator.process_index in self._movers(unfinished):
-            if checkpoint.exists():  # from a run that was later resumed at an earlier checkpoint
+            with suppress(FileNotFoundError):  # one from a run that was later resumed at an earlier checkpoint
                 os.replace(checkpoint, unfinished.parent / "replaced")
             write_manifest(unfinished, run, self.data_order)
             os.replace(unfinished, checkpoint)
@@ -144,29 +145,32 @@ class Checkpoints:
         accelerator.wait_for_everyone()
 
     def _movers(self, unfinished: Path) -> list[int]:
-        """Return the processes that move their folder: the main one, and one of each machine with a disk of its own.
+        """Return the processes that move their folder: one for each disk.
 
-        The main process looks for what the others have written. A second machine on the same disk may see a folder for
-        30 seconds that the first has renamed, so that it cannot decide by itself.
+        The first process of each machine writes a file, and looks for those of the others. NFS may answer from a cache
+        for 30 seconds, so that two machines share a disk if either of them sees the other's file.
         """
         accelerator = self._trainer.accelerator
-        own = unfinished / f"_machine_{accelerator.process_index}"
-        if accelerator.is_local_main_process:
+        is_first = accelerator.is_local_main_process
+        if is_first:
             unfinished.mkdir(parents=True, exist_ok=True)
-            own.touch()
-        first_of_machine = gather_object([accelerator.is_local_main_process])  # all processes have written by now
+            _mark(unfinished, accelerator.process_index).touch()
+        firsts: list[int] = []
+        for process, is_first_of_machine in enumerate(gather_object([is_first])):  # all processes have written by now
+            if is_first_of_machine:
+                firsts.append(process)
+        seen: list[int] = []
+        if is_first:
+            seen = [process for process in firsts if _can_open(_mark(unfinished, process))]
+        seen_by: list[list[int]] = gather_object([seen])
         movers: list[int] = []
-        if accelerator.is_main_process:
-            for process, is_first in enumerate(first_of_machine):
-                seen = unfinished / f"_machine_{process}"
-                is_apart = is_first and not seen.exists()
-                if process == 0 or is_apart:
-                    movers.append(process)
-                if process != 0:
-                    seen.unlink(missing_ok=True)
-        movers = broadcast_object_list([movers])[0]
+        for process in firsts:
+            shares = [process in seen_by[mover] or mover in seen_by[process] for mover in movers]
+            if not any(shares):
+                movers.append(process)
         if accelerator.process_index in movers:
-            own.unlink(missing_ok=True)
+            for process in firsts:
+                _mark(unfinished, process).unlink(missing_ok=True)
         return movers
 
     def _tables(self) -> str:
@@ -268,3 +272,17 @@ class Checkpoints:
             micro_batches = len(cast(Sized, self.sampler)) // samples
             steps %= math.ceil(micro_batches / args.gradient_accumulation_steps)
         return steps * args.gradient_accumulation_steps
+
+
+def _mark(unfinished: Path, process: int) -> Path:
+    """Return the file by which the first process of a machine shows the others that they share its disk."""
+    return unfinished / f"_machine_{process}"
+
+
+def _can_open(path: Path) -> bool:
+    """Return True if a file is there. Opening it asks the server of a shared disk, where `exists` may ask a cache."""
+    try:
+        path.open().close()
+    except FileNotFoundError:
+        return False
+    return True
