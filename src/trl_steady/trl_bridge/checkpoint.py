@@ -47,6 +47,10 @@ class Checkpoints:
         """TRL's sampler of the training data, if that gives the order."""
         self.last: Path | None = None
         """Written last, or else resumed from."""
+        self.last_step: int | None = None
+        """The optimizer step of `last`."""
+        self.evaluation_is_due = False
+        """True if an evaluation follows the current step, and the step is saved before it."""
         self._run = ""  # its id, once it is known
 
     def newest(self) -> str | None:
@@ -103,7 +107,7 @@ class Checkpoints:
             if args.should_save:
                 state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
         self._move_into_place(unfinished, checkpoint)
-        self.last = checkpoint
+        self.last, self.last_step = checkpoint, state.global_step
         if args.push_to_hub:
             self._trl._push_from_checkpoint(str(checkpoint))
         if args.should_save:
@@ -122,6 +126,7 @@ class Checkpoints:
             "metrics": dict(self._trl._metrics["train"]),
             "pool": trainer.metrics.state(),
             "tables": self._tables(),
+            "evaluation_is_due": self.evaluation_is_due,
         }
         write_state(window, checkpoint / self._window_file())
         for feature in trainer.features:
@@ -196,13 +201,17 @@ class Checkpoints:
             ValueError: The run cannot continue exactly.
         """
         trainer, self.last = self._trainer, checkpoint
+        self.last_step = trainer.state.global_step
         self._run = read_manifest(checkpoint).run
         for feature in trainer.features:
             feature.load_state(checkpoint)
         self._skip_epochs(checkpoint)
         pool = self._load_window(checkpoint)
         # a process that did not exist in the run that wrote it must gather the same totals as the others
-        trainer.metrics.restore(broadcast_object_list([pool])[0])
+        of_main: list[Any] = broadcast_object_list([pool, self.evaluation_is_due])
+        trainer.metrics.restore(of_main[0])
+        self.evaluation_is_due = of_main[1]
+        trainer.accelerator.print(f"resumed from {checkpoint.name} (step {self.last_step})", flush=True)
 
     def _skip_epochs(self, checkpoint: Path) -> None:
         """Bring the order of the data to where the run was. transformers then skips the batches of this epoch."""
@@ -253,6 +262,7 @@ class Checkpoints:
         self._trl._buffered_inputs = window["rollouts"]
         self._trl._metrics["train"].update(window["metrics"])
         self._load_tables(json.loads(window["tables"]))
+        self.evaluation_is_due = window.get("evaluation_is_due", False)  # trl-steady 0.1 saves none
         return window["pool"]
 
     def _load_tables(self, tables: dict[str, list[object] | dict[str, list[object]]]) -> None:
