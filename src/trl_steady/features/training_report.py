@@ -1,6 +1,7 @@
 """The report while a run trains: a line for each log, a line when a symptom starts, and the page."""
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -138,7 +139,7 @@ class TrainingReport(Feature):
         args = self.args
         state = self.trainer.state
         if args.log_line and ("loss" in logs or "eval_reward" in logs):
-            tqdm.write(log_line(logs, state.global_step, state.max_steps))
+            _say(log_line(logs, state.global_step, state.max_steps))
         rows = len(state.log_history)
         if not self._is_on or rows < self._next_diagnosis:
             return
@@ -148,7 +149,7 @@ class TrainingReport(Feature):
             if name in self._told:
                 continue
             self._told.add(name)
-            tqdm.write(f"trl-steady: {finding}")
+            _say(f"trl-steady: {finding}")
             if "trackio" in (args.report_to or ()):
                 import trackio  # pyright: ignore[reportMissingImports]
 
@@ -214,9 +215,9 @@ class TrainingReport(Feature):
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
             self._write_page()
         findings, _ = diagnose(self._history())
-        tqdm.write(f"trl-steady: {verdict(findings)}")
+        _say(f"trl-steady: {verdict(findings)}")
         if self._is_on:
-            tqdm.write(f"trl-steady: the report is in {self._page}")
+            _say(f"trl-steady: the report is in {self._page}")
 
     def _save_run(self, folder: Path) -> None:
         """Save settings, warnings, and the answers of the last rollout too."""
@@ -231,6 +232,12 @@ class TrainingReport(Feature):
         write(self._page, self._page.parent.name, self._history())
         self._written = time.monotonic()
         self._seconds = self._written - began
+
+
+def _say(text: str) -> None:
+    """Print a line beside the progress bars. It is in the file of a job's output at once."""
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 class _Bar(ProgressCallback):
