@@ -103,6 +103,7 @@ def train(
         quantization_config=smollm2.nf4(double=args.use_vllm) if recipe.quantised else None,
         peft_config=recipe.adapter,
     )
+    run.rehearse(trainer)
     is_alone = trainer.accelerator.num_processes == 1
     before = right_answers(trainer, test) if is_alone else {}
     training = time.monotonic()

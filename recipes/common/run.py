@@ -1,6 +1,8 @@
 """Code around a training run: arguments, resuming, and the files written at the end."""
 
+import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -12,8 +14,11 @@ from peft import LoraConfig
 from transformers import PrinterCallback as PrinterCallback  # for the recipe `stress`
 from transformers import TrainerCallback as TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
+from trl import TrlParser
 
 from trl_steady import GRPOConfig, GRPOTrainer
+from trl_steady.cli import dry_run
+from trl_steady.cli.main import main as trl_steady
 
 Results = dict[str, Any]
 Callbacks = Callable[[GRPOTrainer], Sequence[TrainerCallback]]  # takes the trainer, returns the recipe's callbacks
@@ -42,19 +47,71 @@ class RecipeArguments:
         )
 
 
+def start(main: Callable[..., Results], *kinds: type) -> None:
+    """Run a recipe with the arguments of the command line, which `kinds` have. `--dry-run` may be one of them."""
+    asked = [word for word in sys.argv[1:] if word.split("=")[0] == "--dry-run"]
+    if asked:
+        sys.exit(trl_steady(["run", *sys.argv]))
+    main(*TrlParser(kinds).parse_args_and_config())
+
+
+def is_dry_run() -> bool:
+    """Return True under `trl-steady run --dry-run`, which leaves out all that comes before a training."""
+    return dry_run.IS_ON
+
+
+def refuse_dry_run(parser: argparse.ArgumentParser, instead: str) -> None:
+    """End with an error if a dry run of many runs is asked for."""
+    if is_dry_run() or "--dry-run" in sys.argv:
+        parser.error(f"many runs have no dry run. {instead}")
+
+
+def rehearse(trainer: GRPOTrainer) -> None:
+    """In a dry run, end here, before the evaluation that comes first in a recipe."""
+    if is_dry_run():
+        trainer.train()
+
+
+def starting_model(start: Path, folder: Path, build: Callable[[], Any], teach: Callable[[Any, Any], None]) -> Path:
+    """Return the folder of a task's starting model. If `start` has none, teach one, and save it there.
+
+    Args:
+        start: The folder.
+        folder: For the model that nobody has taught, which a dry run takes.
+        build: Returns that model and its tokenizer.
+        teach: Trains them, so that the model half knows the task.
+    """
+    if (start / "model.safetensors").exists():
+        return start
+    model, tokenizer = build()
+    if is_dry_run():
+        print(f"dry run: the warm start is left out, and nothing is saved in {start}", flush=True)
+        start = folder
+    else:
+        teach(model, tokenizer)
+    tokenizer.save_pretrained(start)
+    model.save_pretrained(start)
+    return start
+
+
 def updates_per_rollout(args: GRPOConfig) -> int:
     """Return the number of optimizer steps that one rollout feeds."""
     return max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
 
 
 def train(trainer: GRPOTrainer, callbacks: Sequence[TrainerCallback]) -> None:
-    """Train. With `resume_from_checkpoint: true`, resume from the last checkpoint in `output_dir`, if there is one."""
+    """Train. With `resume_from_checkpoint: true`, resume from the last checkpoint in `output_dir`, if there is one.
+
+    If the cluster ends the run early (`enable_jit_checkpoint`), the recipe ends too, without results.
+    """
     for callback in callbacks:
         trainer.add_callback(callback)
     wanted = trainer.args.resume_from_checkpoint
     if str(wanted).lower() == "true":
         wanted = get_last_checkpoint(trainer.args.output_dir)
     trainer.train(resume_from_checkpoint=wanted)
+    if trainer.state.global_step < trainer.state.max_steps:
+        sys.exit()
 
 
 def finish(trainer: GRPOTrainer, recipe: RecipeArguments, found: Results) -> Results:

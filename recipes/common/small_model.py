@@ -140,6 +140,7 @@ def train(
     """Evaluate, train, evaluate again, and print the table. `keywords` are those of `build`."""
     started = time.monotonic()
     trainer, (problems, test) = build(recipe, args, task, **keywords), task.split(recipe.held_out)
+    run.rehearse(trainer)
     checked = test[: len(test) // 2]
     loaded = time.monotonic()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import smollm2
+from common import run, smollm2
 from moe import digits
 from trl_steady import StepRewards
 
@@ -108,19 +108,19 @@ class Chain:
     def load(self, folder: Path, quantised: bool) -> Any:
         """Load the model from `start`, in NF4 or float32. Make it first if it is missing."""
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        if not (self.start / "model.safetensors").exists():
-            model, tokenizer = digits.untaught(dense=True)
+
+        def warm_up(model: Any, tokenizer: Any) -> None:
             worked = draw(WORKED_STEPS * digits.WORKED_BATCH, SMALL, seed=0)
             digits.teach(model.to(device), tokenizer, [(self.prompt(problem), answer(problem)) for problem in worked])
-            tokenizer.save_pretrained(self.start)
-            model.save_pretrained(self.start)
+
+        start = run.starting_model(self.start, folder, lambda: digits.untaught(dense=True), warm_up)
         model = AutoModelForCausalLM.from_pretrained(
-            self.start,
+            start,
             dtype=torch.float32,
             device_map=device,
             quantization_config=smollm2.nf4() if quantised else None,
         )
-        return model, AutoTokenizer.from_pretrained(self.start, padding_side="left")
+        return model, AutoTokenizer.from_pretrained(start, padding_side="left")
 
     def split(self, held_out: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Return training and held-out problems, the same for every seed."""

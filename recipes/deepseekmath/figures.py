@@ -154,6 +154,8 @@ def main(command_line: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--jobs", type=int, default=2, help="processes, each with one thread")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/deepseekmath"), help="for runs and pictures")
     parser.add_argument("--redraw", type=Path, help="runs.json of an earlier run: draw its picture and run nothing")
+    train_one = "python recipes/deepseekmath/train.py --config recipes/deepseekmath/grpo-outcome.yaml --dry-run"
+    run.refuse_dry_run(parser, f"Try one of them: {train_one}")
     asked = parser.parse_args(command_line)
     plan = yaml.safe_load(asked.plan.read_text())
     output: Path = asked.output_dir

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -91,4 +90,4 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
 
 
 if __name__ == "__main__":
-    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
+    run.start(main, RecipeArguments, GRPOConfig)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import set_seed
-from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -128,4 +127,4 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
 
 
 if __name__ == "__main__":
-    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
+    run.start(main, RecipeArguments, GRPOConfig)

@@ -6,8 +6,6 @@ python recipes/gspo/train.py --config recipes/gspo/smollm2-135m-comparison.yaml 
 import sys
 from pathlib import Path
 
-from trl import TrlParser
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import run, small_model
@@ -22,4 +20,4 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
 
 
 if __name__ == "__main__":
-    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
+    run.start(main, RecipeArguments, GRPOConfig)

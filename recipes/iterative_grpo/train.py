@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trl import TrlParser
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import run, tasks
@@ -33,7 +31,8 @@ class Refreshes(run.TrainerCallback):
         for refresh in self.trainer.reference_refreshes[self.told :]:
             self.told += 1
             kl = "" if refresh.kl is None else f", KL {refresh.kl:.4f} before"
-            print(f"-- refresh {self.told} after update {refresh.step} ({refresh.rule}): reference = policy{kl}")
+            text = f"-- refresh {self.told} after update {refresh.step} ({refresh.rule}): reference = policy{kl}"
+            print(text, flush=True)
 
 
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
@@ -44,4 +43,4 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
 
 
 if __name__ == "__main__":
-    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
+    run.start(main, RecipeArguments, GRPOConfig)

@@ -23,6 +23,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from common import run
+
 Problem = Sequence[int]
 
 DIGITS = 10  # per problem, so that all prompts have the same number of tokens
@@ -152,16 +154,16 @@ class Digits:
     def load(self, folder: Path, quantised: bool) -> Any:
         """Load the model from `start`, in float32. Make it first if it is missing."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        if not (self.start / "model.safetensors").exists():
-            model, tokenizer = untaught(dense=self.dense)
+
+        def warm_up(model: Any, tokenizer: Any) -> None:
             worked = draw(WORKED_STEPS * WORKED_BATCH)
             read = worked[: round(self.share * len(worked))]
             pairs = [(self.prompt(problem), answer(problem)) for problem in read]
             teach(model.to(device), tokenizer, pairs, balanced=self.balanced)
-            tokenizer.save_pretrained(self.start)
-            model.save_pretrained(self.start)
-        model = AutoModelForCausalLM.from_pretrained(self.start, dtype=torch.float32).to(device)
-        return model, AutoTokenizer.from_pretrained(self.start, padding_side="left")
+
+        start = run.starting_model(self.start, folder, lambda: untaught(dense=self.dense), warm_up)
+        model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).to(device)
+        return model, AutoTokenizer.from_pretrained(start, padding_side="left")
 
     def split(self, held_out: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Return training and held-out problems, the same for every seed. The warm start uses none of them."""

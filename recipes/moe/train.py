@@ -7,8 +7,6 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trl import TrlParser
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import gsm8k, run, small_model
@@ -49,4 +47,4 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
 
 
 if __name__ == "__main__":
-    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
+    run.start(main, RecipeArguments, GRPOConfig)

@@ -6,13 +6,12 @@ python recipes/ppo/grpo.py --config recipes/ppo/smollm2-135m-grpo.yaml [--seed 1
 import sys
 from pathlib import Path
 
-from trl import TrlParser
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from common import run
 from common.run import RecipeArguments
 from ppo.train import main
 from trl_steady import GRPOConfig
 
 if __name__ == "__main__":
-    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
+    run.start(main, RecipeArguments, GRPOConfig)

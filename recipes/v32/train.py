@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trl import TrlParser
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import run, tasks
@@ -35,4 +33,4 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
 
 
 if __name__ == "__main__":
-    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
+    run.start(main, RecipeArguments, GRPOConfig)

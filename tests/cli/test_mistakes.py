@@ -24,6 +24,9 @@ TOLD = {
     "ppo --kl_cof 0.1": "--kl_cof: did you mean kl_coef?",
     "grpo --num-procesess 2": "--num-procesess: did you mean num_processes?",
     "grpo --xyzzy 1": "--xyzzy: there is no such option.",
+    "grpo --dataset_name ./dta": "--dataset_name ./dta: there is no such file or folder.",
+    "rloo --dataset_name=my/own/data": "--dataset_name my/own/data: there is no such file or folder.",
+    "ppo --config paths.yaml": "--model_name_or_path /nowhere: there is no such file or folder.",
     "run missing.py": "there is no script missing.py.",
     "run --num_processes 2 missing.py --lr 1": "there is no script missing.py.",
     "run --set los_type=gspo train.py": "--los_type=gspo: did you mean loss_type?",
@@ -35,6 +38,7 @@ def test_mistakes_are_told_before_torch_or_trl_are_imported(tmp_path: Path) -> N
         "badkey.yaml": "los_type: gspo\nlearning_rate: 1e-6\n",
         "broken.yaml": "loss_type: [gspo\n",
         "empty.yaml": "",
+        "paths.yaml": "model_name_or_path: /nowhere\n",
         "list.yaml": "- loss_type: gspo\n",
         "train.py": "raise SystemExit('has run')\n",
     }
@@ -72,7 +76,7 @@ def test_other_ways_to_write_an_option_are_no_mistake(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("env: {A: 1}\nnum_machines: 1\ndatasets: [{path: a}]\nloss_type: gspo\n")
     written = "--config {} --loss_type=gspo --learning-rate 1e-6 --per_device_train_batch 4 --no_bf16 -m --help"
-    written += " --ppo --set beta=0"
+    written += " --ppo --set beta=0 --dataset_name trl-lib/DeepMath-103K --model_name_or_path gpt2"
     assert [*wrong_options(written.format(path).split())] == []
 
 

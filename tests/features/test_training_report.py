@@ -1,5 +1,6 @@
 """`training_report` and `log_line` in real runs: what they print, what they write, and what they measure."""
 
+import io
 import json
 import math
 import re
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.features.step_rewards import tools as stepwise
@@ -277,3 +279,21 @@ def test_sending_the_policy_to_an_engine_is_no_generation(in_process: Build, mon
     trainer.train()
     times = {key: value for key, value in trainer.state.log_history[0].items() if key.startswith("time/")}
     assert times["time/sync"] == 3.0 and times["time/generation"] == 5.0 and sum(times.values()) == 8.0
+
+
+def test_a_line_is_in_the_output_of_a_job_at_once(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file, or a pipe, has a buffer of some kilobytes."""
+    written = io.BytesIO()
+    seen: list[int] = []
+
+    class Reader(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append(written.getvalue().count(b"\nstep "))
+
+    trainer = tiny.trainer(models["dense"], tmp_path, log_line=True, max_steps=4, build={"callbacks": [Reader()]})
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))
+    sys.stdout.write("\n")
+    trainer.train()
+    assert seen == [0, 1, 2, 3] and b"too few to judge" in written.getvalue()

@@ -43,6 +43,12 @@ def test_the_readme_is_short_and_says_early_how_to_run() -> None:
     assert found and len(before.split()) < 300 and len((before + after).split()) < 500
 
 
+@pytest.mark.parametrize("command", ["demo", "test"])
+def test_the_readme_names_what_a_fresh_machine_needs_with_its_time(command: str) -> None:
+    assert re.search(rf"^make {command} +# .* minutes", PAGES["README.md"], flags=re.MULTILINE)
+    assert re.search(rf"^{command}: ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", methods.PARTS)
 def test_what_is_made_of_the_methods_is_in_the_files(name: str) -> None:
     made = methods.PARTS[name](methods.read())

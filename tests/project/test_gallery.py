@@ -2,9 +2,11 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.utils import DistributedType
 
@@ -49,3 +51,71 @@ def test_a_dry_run_builds_a_recipe_and_trains_nothing(
     out = capsys.readouterr().out
     assert "  on: GSPO: loss_type='gspo'" in out and "  run: 24 optimizer steps, 6 rollouts, " in out
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("gspo/smollm2-135m-comparison", []),
+        ("deepseekmath_loop/smollm2-135m", []),
+        ("process_rewards/smollm2-135m-process", ["--start"]),
+        ("moe/qwen3-moe-digits", ["--start"]),
+        ("deepseekmath/grpo-outcome", ["--start"]),
+    ],
+)
+def test_a_script_takes_the_option_and_does_nothing_else(
+    smollm2: Any,
+    digits: Any,
+    name: str,
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No evaluation, no warm start, no training of a reward model."""
+    path = YAMLS[name]
+    more = [part for option in more for part in (option, str(tmp_path / "start"))]
+    command = [str(path.with_name("train.py")), "--config", str(path), "--dry-run", "--use_cpu", "true", *more]
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*command, "--output_dir", str(tmp_path / "out"), "--held_out", "4"])
+    with pytest.raises(SystemExit) as ended:
+        smollm2.run.start(None)  # which runs the script
+    said = capsys.readouterr().out
+    assert not ended.value.code and "  run: " in said
+    assert not any(word in said for word in ("held out", "Training", "worked problems", "  loss "))
+    assert ("dry run: the warm start is left out" in said) == bool(more)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("script", ["experiment", "figures"])
+def test_a_script_of_many_runs_says_how_to_try_one(
+    recipes: Any, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["figures.py", "plan.yaml", "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        getattr(recipes, script).main()
+    assert ended.value.code == 2 and "many runs have no dry run. Try one of them: " in capsys.readouterr().err
+
+
+FOR_GPUS = [name for name, path in YAMLS.items() if "NOT YET RUN" in path.read_text().split("\n")[0]]
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_a_recipe_for_gpus_can_lose_its_machine(name: str) -> None:
+    options = yaml.safe_load(YAMLS[name].read_text())
+    assert options["enable_jit_checkpoint"] and options["max_steps"] >= 8 * options["save_steps"]
+    assert options["save_total_limit"] <= 2
+    assert "--dry-run" in YAMLS[name].with_name("README.md").read_text()
+
+
+def test_a_recipe_ends_with_a_run_that_lost_its_machine(recipes: Any) -> None:
+    trained: list[object] = []
+    state = SimpleNamespace(global_step=8, max_steps=8)
+    args = SimpleNamespace(resume_from_checkpoint=None)
+    trainer = SimpleNamespace(state=state, args=args, train=lambda resume_from_checkpoint: trained.append(state))
+    recipes.run.train(trainer, [])
+    state.global_step = 5
+    with pytest.raises(SystemExit) as ended:
+        recipes.run.train(trainer, [])
+    assert not ended.value.code and len(trained) == 2

@@ -4,11 +4,13 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.tools import tiny, wide
@@ -31,6 +33,16 @@ OPTIONS: dict[str, Any] = {
     "save_strategy": "steps",
     "save_steps": 3,
     "build": {"train_dataset": tiny.dataset(6)},
+}
+
+# what a signal interrupts -> a method of the trainer on the way
+PLACES = {
+    "data": "get_batch_samples",
+    "rollout": "_generate",
+    "loss": "compute_loss",
+    "log": "log",
+    "evaluation": "evaluate",
+    "save": "_save_checkpoint",
 }
 
 
@@ -90,6 +102,23 @@ def kill_before(event: str, pattern: str, count: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
+
+
+def interrupt(trainer: Any, place: str, step: int) -> None:
+    """Let this process get SIGTERM when the trainer calls a method after `step` optimizer steps, once."""
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # which would end the tests
+    (callback,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback)]
+    method, sent = getattr(trainer, PLACES[place]), list[int]()
+
+    def interrupted(*arguments: Any, **keywords: Any) -> Any:
+        if trainer.state.global_step == step and not sent:
+            sent.append(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not callback.jit_manager.is_checkpoint_requested:  # a thread of transformers notes it
+                time.sleep(0.001)
+        return method(*arguments, **keywords)
+
+    vars(trainer)[PLACES[place]] = interrupted
 
 
 def train(kind: str, folder: Path, output: Path, kill: tuple[str, str, int] | None, options: dict[str, Any]) -> None:

@@ -7,18 +7,23 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 from unittest import mock
 
 import torch
+from accelerate import PartialState
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import has_length
 
+from trl_steady.cli.earlier_stages import EarlierStages
 from trl_steady.config.shared import SharedOptions
 from trl_steady.functional.memory import ADAM, Model, passes
 from trl_steady.trainers.base import SteadyTrainer
 
+IS_ON = False
+"""True inside `dry_run`, for scripts that do more than build a trainer and train."""
 _ADAPTERS = {"default": "adapter", "ref": "reference", "value": "critic", "reward": "reward model"}
 
 
@@ -106,6 +111,7 @@ def dry_run(*, step: bool) -> Generator[None]:
     """Let configs print their batches, and trainers print the run in place of training.
 
     Outputs go to a temporary folder. No tracker starts, nothing is sent to a hub, and checkpoints are not read.
+    Earlier stages of a script, and evaluations before the training, are announced and left out.
 
     Args:
         step: True to take one optimizer step too.
@@ -114,8 +120,8 @@ def dry_run(*, step: bool) -> Generator[None]:
     check = SharedOptions.__post_init__
     train = SteadyTrainer.train
 
-    def say(args: SharedOptions, text: str) -> None:
-        if args.process_index == 0 and text not in said:
+    def say(text: str) -> None:
+        if PartialState().is_main_process and text not in said:
             said.add(text)
             print(text, flush=True)
 
@@ -125,7 +131,7 @@ def dry_run(*, step: bool) -> Generator[None]:
         args.resume_from_checkpoint = None
         args.push_to_hub = False
         args.log_completions_hub_repo = None
-        say(args, f"dry run: nothing is saved\n{Batches.of(args)}")
+        say(f"dry run: nothing is saved\n{Batches.of(args)}")
 
     @wraps(check)
     def check_and_announce(args: SharedOptions) -> None:
@@ -136,7 +142,7 @@ def dry_run(*, step: bool) -> Generator[None]:
     def rehearse(trainer: SteadyTrainer, *_: object, **__: object) -> NoReturn:
         args: SharedOptions = trainer.args
         announce(args)  # again: the script may have changed them
-        say(args, "\n".join(_lines(trainer)))
+        say("\n".join(_lines(trainer)))
         if step:
             args.eval_on_start = False
             trainer.add_callback(_OneStep())
@@ -147,6 +153,8 @@ def dry_run(*, step: bool) -> Generator[None]:
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(SharedOptions, "__post_init__", check_and_announce),
         mock.patch.object(SteadyTrainer, "train", rehearse),
+        mock.patch(f"{__name__}.IS_ON", True),
+        EarlierStages(Path(folder), say).left_out(),
     ):
         yield
 

@@ -2,9 +2,10 @@
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from typing import NoReturn, cast
@@ -111,7 +112,7 @@ def run(arguments: Sequence[str], dry_run: Sequence[str] = ()) -> int:
         from trl_steady.cli import dry_run as rehearsal
 
         around = rehearsal.dry_run(step="--dry-run=step" in dry_run)
-    run_script(rest, options, ppo=ppo, around=around)
+    run_script(rest, options, ppo=ppo, around=around, refuse=_refuse)
     return 0
 
 
@@ -225,5 +226,25 @@ def _launch(arguments: Sequence[str], dry_run: Sequence[str] = ()) -> int:
     launched.module = True
     launched.training_script = "trl_steady"
     launched.quiet = True  # no traceback of accelerate's below the script's own
-    launch_command(launched)
+    with _sigterm_reaches_children():
+        launch_command(launched)
     return 0
+
+
+@contextmanager
+def _sigterm_reaches_children() -> Generator[None]:
+    """Pass SIGTERM on. accelerate's launcher of one process would end, and leave its child behind.
+
+    torchrun, which launches several, does so by itself.
+    """
+    import psutil
+
+    def pass_on(number: int, _: object) -> None:
+        for child in psutil.Process().children():
+            child.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,5 +1,6 @@
 """Mistakes in a command line that can be named without torch and TRL, whose import takes many seconds."""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -16,26 +17,38 @@ _SOURCES = {
     "transformers": "training_args.py",
     "accelerate": "commands/launch.py",
 }
+# Options whose value may be a path
+_PATHS = ("dataset_name", "model_name_or_path", "reward_model_name_or_path")
 
 
 def wrong_options(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each option that no config, script or launcher has, also of a YAML file after `--config`.
+    """Yield a message for each option that no config, script or launcher has, and for each path that is missing.
 
-    The names of options, and a few more, are found in the text of the packages that are installed.
+    Options of a YAML file after `--config` count too. The names of options, and a few more, are found in the text of
+    the packages that are installed.
     """
     given: dict[str, str] = {}
+    paths: list[tuple[str, object]] = []
     for word in arguments:
         if word.startswith("--"):
-            given[word] = word[2:].partition("=")[0]
+            given[word], _, value = word[2:].partition("=")
+            paths.append((given[word], value))
     for option, path in pairwise(arguments):
+        paths.append((option.removeprefix("--"), path))
         if option != "--config":
             continue
         try:
             options = {**yaml.safe_load(Path(path).read_text("utf-8"))}
             for name in options:
                 given[f"{name} in {path}"] = str(name)
+            paths += options.items()
         except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
             yield f"--config {path}: {error}"
+    for option, value in paths:
+        # a name on the hub has at most one slash, and no dot before it
+        is_path = str(value).startswith((".", "/")) or str(value).count("/") > 1
+        if option in _PATHS and is_path and not os.path.exists(str(value)):
+            yield f"--{option} {value}: there is no such file or folder."
     names = _known_names()
     # one of each file that is read, which another version may have moved
     if not names >= {"ref_model_sync_steps", "dataset_name", "weight_decay", "num_processes"}:

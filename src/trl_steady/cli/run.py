@@ -4,6 +4,7 @@ import argparse
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import fields
@@ -13,6 +14,7 @@ from typing import Any, NoReturn, cast
 from unittest import mock
 
 import trl
+from transformers.trainer_utils import TrainOutput
 
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.config.ppo import PPOConfig
@@ -25,6 +27,7 @@ from trl_steady.trainers.rloo import RLOOTrainer
 from trl_steady.trl_bridge import refuse_unsupported
 from trl_steady.trl_bridge.patching import patched
 
+_SCRIPTS = tuple(str(resources.files("trl.scripts").joinpath(f"{name}.py")) for name in ("grpo", "rloo"))
 _FORCED = "_forced_by_the_launcher"  # attribute of a config: the values of `--set` after its checks
 
 
@@ -104,14 +107,26 @@ def _refuse_changed(config: object) -> None:
 
 
 def run_script(
-    arguments: Sequence[str], settings: Mapping[str, object], *, ppo: bool, around: AbstractContextManager[None]
+    arguments: Sequence[str],
+    settings: Mapping[str, object],
+    *,
+    ppo: bool,
+    around: AbstractContextManager[None],
+    refuse: Callable[[str], NoReturn],
 ) -> None:
-    """Run a script, or a module after "-m", as python does. Print a message if it builds no trainer of trl-steady."""
+    """Run a script, or a module after "-m", as python does. Print a message if it builds no trainer of trl-steady.
+
+    `refuse` is called for a mistake in the command line of TRL's own scripts, such as a name that does not exist.
+    """
     built: Sequence[type] = ()
     try:
         # `around` comes first: what it changes in a config is not a change by the script
-        with around, swapped(settings, ppo=ppo) as built:
+        with around, swapped(settings, ppo=ppo) as built, _end_after_preemption(arguments[0]):
             _run(arguments)
+    except (ValueError, OSError, ImportError, AttributeError, KeyError) as error:
+        if _is_told_by_its_message(error):
+            refuse(f"{type(error).__name__}: {error}")
+        raise
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
@@ -122,6 +137,40 @@ def run_script(
             "train, launch them with `trl-steady run`.",
             file=sys.stderr,
         )
+
+
+@contextmanager
+def _end_after_preemption(script: str) -> Generator[None]:
+    """Let TRL's scripts end with a training that the cluster has ended. They would save, and push, half a run."""
+    train = SteadyTrainer.train
+
+    @wraps(train)
+    def train_or_end(trainer: SteadyTrainer, *arguments: Any, **keywords: Any) -> TrainOutput:
+        trained = train(trainer, *arguments, **keywords)
+        if trainer.preemption.is_stopping:
+            sys.exit()
+        return trained
+
+    if script in _SCRIPTS:
+        with mock.patch.object(SteadyTrainer, "train", train_or_end):
+            yield
+    else:
+        yield
+
+
+def _is_told_by_its_message(error: BaseException) -> bool:
+    """Return True if a script of TRL's finds no reward function or no data set under a name of its command line."""
+    packages: list[str] = []  # of the functions that the script's own has called
+    is_inside = False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if is_inside:
+            packages.append(str(frame.f_globals.get("__name__")).split(".")[0])
+        elif frame.f_code.co_name == "main" and frame.f_code.co_filename in _SCRIPTS:
+            is_inside = True
+    if not packages:
+        return is_inside
+    # in a module of the user's, the line counts
+    return packages[0] == "datasets" or set(packages) == {"importlib"}
 
 
 def dataclasses_of(script: str) -> list[type]:

@@ -24,6 +24,16 @@ class Traced(NamedTuple):
     """(T, *), or (T - 1, *) if the last token was sampled and not yet fed to the model."""
 
 
+def refuse_other_count(turn: Turn, option: str) -> None:
+    """Raise a ValueError if generation has not returned one completion for each prompt."""
+    if len(turn.completion_ids) != len(turn.prompt_ids):
+        raise ValueError(
+            f"{option}: generation returned {len(turn.completion_ids)} completions for {len(turn.prompt_ids)} "
+            "prompts, and TRL repeats prompts itself. Set num_generations, and leave num_return_sequences (n of vLLM) "
+            "out of generation_kwargs and of the model's generation_config."
+        )
+
+
 def nothing(dtype: torch.dtype) -> int:
     """Return the value for "nothing recorded": 255 in uint8, otherwise -1."""
     return 255 if dtype == torch.uint8 else -1

@@ -1,6 +1,7 @@
 """The report while a run trains: a line for each log, a line when a symptom starts, and the page."""
 
 import json
+import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -159,7 +160,7 @@ class TrainingReport(Feature):
         args = self.args
         state = self.trainer.state
         if args.log_line and ("loss" in logs or "eval_reward" in logs):
-            tqdm.write(log_line(logs, state.global_step, state.max_steps))
+            _say(log_line(logs, state.global_step, state.max_steps))
         rows = len(state.log_history)
         if not self._is_on or rows < self._next_diagnosis:
             return
@@ -169,7 +170,7 @@ class TrainingReport(Feature):
             if name in self._told:
                 continue
             self._told.add(name)
-            tqdm.write(f"trl-steady: {finding}")
+            _say(f"trl-steady: {finding}")
             if "trackio" in (args.report_to or ()):
                 import trackio  # pyright: ignore[reportMissingImports]
 
@@ -236,9 +237,9 @@ class TrainingReport(Feature):
                 has_page = True
         with self._harmless():
             findings, _ = diagnose(self._history())
-            tqdm.write(f"trl-steady: {verdict(findings)}")
+            _say(f"trl-steady: {verdict(findings)}")
             if has_page:
-                tqdm.write(f"trl-steady: the report is in {self._page}")
+                _say(f"trl-steady: the report is in {self._page}")
 
     def _save_files(self, folder: Path) -> None:
         """Save the page, and the log of the run, which may have no checkpoint of its last step."""
@@ -260,6 +261,12 @@ class TrainingReport(Feature):
         write(self._page, self._page.parent.name, self._history())
         self._written = time.monotonic()
         self._seconds = self._written - began
+
+
+def _say(text: str) -> None:
+    """Print a line beside the progress bars. It is in the file of a job's output at once."""
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 class _Bar(ProgressCallback):

@@ -14,8 +14,9 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Sized
+from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import Sampler
@@ -54,6 +55,10 @@ class Checkpoints:
         """TRL's sampler of the training data, if that gives the order."""
         self.last: Path | None = None
         """Written last, or else resumed from."""
+        self.last_step: int | None = None
+        """The optimizer step of `last`."""
+        self.evaluation_is_due = False
+        """True if an evaluation follows the current step, and the step is saved before it."""
         self._run = ""  # its id, once it is known
         self._has_told_of_order = False
 
@@ -145,6 +150,7 @@ class Checkpoints:
         self._move_into_place(unfinished, checkpoint)
         if not args.save_only_model:
             self.last = checkpoint
+            self.last_step = state.global_step
         if args.push_to_hub:
             self._trl._push_from_checkpoint(str(checkpoint))
         if args.should_save:
@@ -163,6 +169,7 @@ class Checkpoints:
             "metrics": dict(self._trl._metrics["train"]),
             "pool": trainer.metrics.state(),
             "tables": self._tables(),
+            "evaluation_is_due": self.evaluation_is_due,
         }
         write_state(window, checkpoint / self._window_file())
         for feature in trainer.features:
@@ -179,7 +186,7 @@ class Checkpoints:
         accelerator = self._trainer.accelerator
         run = self._run_id()
         if accelerator.process_index in self._movers(unfinished):
-            if checkpoint.exists():  # from a run that was later resumed at an earlier checkpoint
+            with suppress(FileNotFoundError):  # one from a run that was later resumed at an earlier checkpoint
                 os.replace(checkpoint, unfinished.parent / "replaced")
             write_manifest(unfinished, run, self.data_order)
             os.replace(unfinished, checkpoint)
@@ -187,29 +194,32 @@ class Checkpoints:
         accelerator.wait_for_everyone()
 
     def _movers(self, unfinished: Path) -> list[int]:
-        """Return the processes that move their folder: the main one, and one of each machine with a disk of its own.
+        """Return the processes that move their folder: one for each disk.
 
-        The main process looks for what the others have written. A second machine on the same disk may see a folder for
-        30 seconds that the first has renamed, so that it cannot decide by itself.
+        The first process of each machine writes a file, and looks for those of the others. NFS may answer from a cache
+        for 30 seconds, so that two machines share a disk if either of them sees the other's file.
         """
         accelerator = self._trainer.accelerator
-        own = unfinished / f"_machine_{accelerator.process_index}"
-        if accelerator.is_local_main_process:
+        is_first = accelerator.is_local_main_process
+        if is_first:
             unfinished.mkdir(parents=True, exist_ok=True)
-            own.touch()
-        first_of_machine = gather_object([accelerator.is_local_main_process])  # all processes have written by now
+            _mark(unfinished, accelerator.process_index).touch()
+        firsts: list[int] = []
+        for process, is_first_of_machine in enumerate(gather_object([is_first])):  # all processes have written by now
+            if is_first_of_machine:
+                firsts.append(process)
+        seen: list[int] = []
+        if is_first:
+            seen = [process for process in firsts if _can_open(_mark(unfinished, process))]
+        seen_by: list[list[int]] = gather_object([seen])
         movers: list[int] = []
-        if accelerator.is_main_process:
-            for process, is_first in enumerate(first_of_machine):
-                seen = unfinished / f"_machine_{process}"
-                is_apart = is_first and not seen.exists()
-                if process == 0 or is_apart:
-                    movers.append(process)
-                if process != 0:
-                    seen.unlink(missing_ok=True)
-        movers = broadcast_object_list([movers])[0]
+        for process in firsts:
+            shares = [process in seen_by[mover] or mover in seen_by[process] for mover in movers]
+            if not any(shares):
+                movers.append(process)
         if accelerator.process_index in movers:
-            own.unlink(missing_ok=True)
+            for process in firsts:
+                _mark(unfinished, process).unlink(missing_ok=True)
         return movers
 
     def _tables(self) -> str:
@@ -236,13 +246,17 @@ class Checkpoints:
         """
         trainer = self._trainer
         self.last = checkpoint
+        self.last_step = trainer.state.global_step
         self._run = read_manifest(checkpoint).run  # "" if trl-steady has not written the checkpoint
         for feature in trainer.features:
             feature.load_state(checkpoint)
         self._skip_epochs(checkpoint)
         pool = self._load_window(checkpoint)
         # a process that did not exist in the run that wrote it must gather the same totals as the others
-        trainer.metrics.restore(broadcast_object_list([pool])[0])
+        of_main: list[Any] = broadcast_object_list([pool, self.evaluation_is_due])
+        trainer.metrics.restore(of_main[0])
+        self.evaluation_is_due = of_main[1]
+        trainer.accelerator.print(f"resumed from {checkpoint.name} (step {self.last_step})", flush=True)
 
     def _skip_epochs(self, checkpoint: Path) -> None:
         """Bring the order of the data to where the run was. transformers then skips the batches of this epoch."""
@@ -303,6 +317,7 @@ class Checkpoints:
         self._trl._buffered_inputs = window["rollouts"]
         self._trl._metrics["train"].update(window["metrics"])
         self._load_tables(json.loads(window["tables"]))
+        self.evaluation_is_due = window.get("evaluation_is_due", False)  # trl-steady 0.1 saves none
         return window["pool"]
 
     def _load_tables(self, tables: dict[str, list[object] | dict[str, list[object]]]) -> None:
@@ -323,3 +338,17 @@ class Checkpoints:
             micro_batches = len(cast(Sized, self.sampler)) // samples
             steps %= math.ceil(micro_batches / args.gradient_accumulation_steps)
         return steps * args.gradient_accumulation_steps
+
+
+def _mark(unfinished: Path, process: int) -> Path:
+    """Return the file by which the first process of a machine shows the others that they share its disk."""
+    return unfinished / f"_machine_{process}"
+
+
+def _can_open(path: Path) -> bool:
+    """Return True if a file is there. Opening it asks the server of a shared disk, where `exists` may ask a cache."""
+    try:
+        path.open().close()
+    except FileNotFoundError:
+        return False
+    return True

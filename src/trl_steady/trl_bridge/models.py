@@ -17,7 +17,13 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from trl_steady.core.feature import Trainer
 from trl_steady.core.types import Scorer
@@ -63,6 +69,13 @@ def keep_random_state() -> AbstractContextManager[None]:
     if torch.cuda.is_available():
         devices.append(torch.cuda.current_device())
     return cast("AbstractContextManager[None]", torch.random.fork_rng(devices))
+
+
+def has_classifier(config: PreTrainedConfig) -> bool:
+    """Return True if transformers, or the model's own code, has sequence classification for this architecture."""
+    remote: dict[str, str] = getattr(config, "auto_map", None) or {}
+    known = AutoModelForSequenceClassification._model_mapping
+    return AutoModelForSequenceClassification.__name__ in remote or type(config) in known
 
 
 def random_setting(model: torch.nn.Module) -> str | None:

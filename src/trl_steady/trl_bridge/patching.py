@@ -1,4 +1,4 @@
-"""Replace attributes of an object for a while."""
+"""Replace attributes of an object."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -19,3 +19,8 @@ def patched(target: object, values: Mapping[str, Any]) -> Generator[None]:
                 attributes[name] = before[name]
             else:
                 del attributes[name]
+
+
+def replace(target: object, values: Mapping[str, Any]) -> None:
+    """Replace attributes of an object for good."""
+    vars(target).update(values)

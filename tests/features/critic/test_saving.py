@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.tools import resumable, tiny
 from tests.tools import wide as wide_model
+from trl_steady import RewardAdapter
 
 TEXTS = ["ab1+2=", "30", "ababab12+13=25!"]
 
@@ -215,6 +216,26 @@ def test_beginnings_that_contradict_one_another_are_refused(model_of: Any, tmp_p
     ):
         with pytest.raises(ValueError, match=message):
             build(kind, model_of, tmp_path, **options)
+
+
+def test_an_architecture_without_a_classifier_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """As a whole. Its critic can be an adapter."""
+    policy = AutoModelForCausalLM.from_config(transformers.GraniteConfig(**tiny.SIZES))
+    for folder in ("policy", "value"):
+        policy.save_pretrained(tmp_path / folder)
+        tiny.tokenizer().save_pretrained(tmp_path / folder)
+    other = AutoModelForCausalLM.from_config(tiny.CONFIGS["dense"])
+    unknown = "transformers has no model for sequence classification of the architecture 'granite'"
+    for options, message in (
+        ({}, f"value_model: {unknown}.*or train with a peft_config"),
+        ({"value_init": str(tmp_path / "value")}, f"value_init='.*value': {unknown}"),
+        ({"build": {"value_model": other}}, r"value_model: Qwen2ForCausalLM has no score\.weight"),
+        ({"method": "GRPO", "num_generations": 4, "build": {"reward_funcs": RewardAdapter()}}, unknown),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build("full", lambda _: tmp_path / "policy", tmp_path, **options)
+    trainer = build("lora", lambda _: tmp_path / "policy", tmp_path, max_steps=1)
+    assert tiny.train(trainer).state.global_step == 1
 
 
 @pytest.mark.parametrize(

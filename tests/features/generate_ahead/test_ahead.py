@@ -18,7 +18,7 @@ import trl_steady
 from tests.features.dynamic_sampling import tools as rounds
 from tests.features.generate_ahead import tools as ahead
 from tests.features.generate_ahead.tools import Watched
-from tests.tools import agent, engines, tiny
+from tests.tools import agent, engines, resumable, tiny
 from tests.tools.cases import cases
 from tests.tools.engines import COMPLETIONS, MASKED, RENDER, ROUTED, TOKENS, Server
 from tests.tools.resumable import differences
@@ -407,6 +407,24 @@ def test_an_error_of_the_server_ends_the_next_rollout(
     resumed.train(resume_from_checkpoint=True)
     # what the server did not answer is asked again, of the policy as it is now
     assert [row["async/versions_behind"] for row in tiny.history(resumed)[:-1]] == [0, 1, 0, 1]
+
+
+def test_a_run_that_loses_its_machine_goes_on_with_the_answers_that_are_ahead(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
+) -> None:
+    """SIGTERM comes while the third rollout is generated: the fourth is ahead in the checkpoint."""
+    options = {**ONE_STEP, "save_strategy": "steps", "save_steps": 100, "max_steps": 4, "enable_jit_checkpoint": True}
+    whole = tiny.train(ahead.build(server.url, models["dense"], tmp_path / "whole", **options))
+    expected = outcome(whole)
+    asked = len(watched.asked)
+    stopped = ahead.build(server.url, models["dense"], tmp_path / "run", **options)
+    resumable.interrupt(stopped, "rollout", 2)
+    stopped.train()
+    resumed = ahead.build(server.url, models["dense"], tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert differences(expected, outcome(resumed)) == []
+    assert len(watched.asked) == 2 * asked
+    assert [row["async/versions_behind"] for row in tiny.history(resumed)[:-1]] == [0, 1, 1, 1]
 
 
 def test_a_slow_server_is_waited_for(

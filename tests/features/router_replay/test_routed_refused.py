@@ -67,3 +67,11 @@ def test_generation_that_does_not_feed_tokens_in_turn_is_refused(
     with pytest.raises(ValueError, match=r"router_replay='R3'.*Leave beam search.*or set"):
         tiny.train(trainer)
     assert all(torch.equal(before[name], value) for name, value in tiny.parameters(trainer).items())
+
+
+def test_several_completions_of_one_prompt_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"router_replay": "R3", "generation_kwargs": {"num_return_sequences": 2}}
+    trainer = tiny.trainer(models["moe"], tmp_path, **options)
+    message = "router_replay='R3': generation returned 32 completions for 16 prompts.* num_return_sequences"
+    with pytest.raises(ValueError, match=message):
+        trainer.train()

@@ -117,3 +117,14 @@ def test_the_trainer_warns_of_truncated_sampling_without_the_option(
         tiny.trainer(models["dense"], tmp_path, keep_sampling_mask=is_on, **options)
     messages = [str(each.message).partition(")")[0] for each in found if "leaves tokens out" in str(each.message)]
     assert messages == ([] if is_on else ["sampling leaves tokens out (min_p=0.3, typical_p=0.5"])
+
+
+def test_several_completions_of_one_prompt_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    """TRL repeats each prompt itself. Two completions belong to no prompt, in the option or in the model's own."""
+    message = "keep_sampling_mask=True: generation returned 32 completions for 16 prompts.* num_return_sequences"
+    for options in ({"generation_kwargs": {"num_return_sequences": 2}}, {}):
+        trainer = tiny.trainer(models["dense"], tmp_path, keep_sampling_mask=True, top_p=0.9, **options)
+        if not options:
+            trainer.generation_config.num_return_sequences = 2
+        with pytest.raises(ValueError, match=message):
+            trainer.train()

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from trl_steady.config.ppo import PPOConfig
 from trl_steady.core.feature import Trainer, warn_user
@@ -24,6 +24,8 @@ from trl_steady.features.critic.saved import (
 )
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.models import VALUE_ADAPTER, drop_adapter, is_lora_parameter, keep_base, keep_parameters
+
+_TRAIN_AN_ADAPTER = "train with a peft_config, with which it is an adapter on the policy's base"
 
 
 def build_critic(trainer: Trainer, args: PPOConfig) -> ScalarHeadModel:
@@ -205,6 +207,11 @@ def build_whole_model(
     """
     args = trainer.args
     model = source if isinstance(source, PreTrainedModel) else _load_classifier(trainer, source, option)
+    if HEAD_WEIGHT not in dict(model.named_parameters()):
+        raise ValueError(
+            f"{option}: {type(model).__name__} has no {HEAD_WEIGHT}. Give a model for sequence classification whose "
+            f"head has this name, or {_TRAIN_AN_ADAPTER}."
+        )
     if f"{HEAD}.bias" in dict(model.named_parameters()):
         raise ValueError(f"{option}: its head has a bias, which the critic would leave out. Give a model without one.")
     score = model.get_parameter(HEAD_WEIGHT)
@@ -228,24 +235,39 @@ def _load_classifier(trainer: Trainer, source: str | Path | None, option: str) -
         "attn_implementation": policy.config._attn_implementation,
         "trust_remote_code": init_kwargs.get("trust_remote_code", trainer.args.trust_remote_code),
     }
+    is_adapter = source is not None and Path(source, "adapter_config.json").is_file()
     if source is None:
-        config = copy.deepcopy(policy.config)
+        config = policy.config
+        _refuse_architecture(config, option)
+        config = copy.deepcopy(config)
         config.num_labels = 1
         with models.keep_random_state():
             model = AutoModelForSequenceClassification.from_config(config, **settings)
         model.base_model.load_state_dict(policy.base_model.state_dict())
         torch.nn.init.zeros_(model.get_parameter(HEAD_WEIGHT))
         return model
+    if not is_adapter:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=settings["trust_remote_code"])
+        _refuse_architecture(config, option)
     model, loading = AutoModelForSequenceClassification.from_pretrained(
         source, num_labels=1, output_loading_info=True, **settings
     )
     # transformers would put the adapter into its base, and save no more than the adapter
-    if loading["missing_keys"] or Path(source, "adapter_config.json").is_file():
+    if loading["missing_keys"] or is_adapter:
         raise ValueError(
             f"{option} has no {HEAD_WEIGHT} or other weights, which would be random, or is an adapter. Give a "
             "whole model for sequence classification with one label, or leave it unset for a new one."
         )
     return model
+
+
+def _refuse_architecture(config: PreTrainedConfig, option: str) -> None:
+    if not models.has_classifier(config):
+        raise ValueError(
+            f"{option}: transformers has no model for sequence classification of the architecture "
+            f"{config.model_type!r}, and a critic or reward model of its own needs one. Pass one with a head "
+            f"{HEAD_WEIGHT}, or {_TRAIN_AN_ADAPTER}."
+        )
 
 
 def _zero_head(model: PreTrainedModel, device: torch.device) -> torch.nn.Linear:

@@ -10,7 +10,7 @@ from torch import Tensor
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import EngineOutput
 from trl_steady.core.feature import Feature, Trainer
-from trl_steady.core.token_record import TokenRecord, nothing
+from trl_steady.core.token_record import TokenRecord, nothing, refuse_other_count
 from trl_steady.core.types import ForwardPass, LogProbs, ModelCall, Rollout, Turn
 from trl_steady.features.router_replay.generation import R2_INSTEAD, record_passes
 from trl_steady.features.router_replay.replay import Replay, Routers
@@ -86,11 +86,13 @@ class RouterReplay(Feature):
             return call_next(turn)
         if trainer.use_vllm:
             result = call_next(turn)
+            refuse_other_count(turn, ROUTES.option)
             layers = self.routers(trainer.model).decoder_layers
             routes = [from_engine(array, layers) for array in trainer.vllm_generation.take(ROUTES)]
         else:
             with record_passes(models.bare(trainer, trainer.model), self.routers(trainer.model)) as passes:
                 result = call_next(turn)
+            refuse_other_count(turn, ROUTES.option)
             routes = passes.routes(turn, pad_to_multiple_of=int(self.args.pad_to_multiple_of or 1))
         turn.rollout.records[_COLUMN].add(turn, routes)
         return result

@@ -12,7 +12,7 @@ from torch import Tensor
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import EngineOutput
 from trl_steady.core.feature import Feature
-from trl_steady.core.token_record import TokenRecord, Traced
+from trl_steady.core.token_record import TokenRecord, Traced, refuse_other_count
 from trl_steady.core.types import ForwardPass, LogProbs, ModelCall, Rollout, Turn
 from trl_steady.features.sampling_mask.candidates import MAX_CANDIDATES, CandidateSets
 from trl_steady.features.sampling_mask.model import SamplingMaskModel
@@ -95,12 +95,14 @@ class SamplingMask(Feature):
         bare = models.bare(self.trainer, self.trainer.model)
         if self.trainer.use_vllm:
             generated = call_next(turn)
+            refuse_other_count(turn, _OPTION)
             candidates = take_candidates(self.trainer.vllm_generation, turn.completion_ids)
             candidates = candidates.without_large(bare.config.get_text_config().vocab_size)
         else:
             recorder = CandidateRecorder()
             with last_logits_processor(bare, recorder, refuse_other_modes):
                 generated = call_next(turn)
+            refuse_other_count(turn, _OPTION)
             candidates = recorder.candidates(turn.completion_ids)
         tokens = list(itertools.chain.from_iterable(turn.completion_ids))
         if len(candidates) != len(tokens) or not candidates.has(torch.tensor(tokens)).all():
