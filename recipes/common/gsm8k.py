@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+import unicodedata
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -34,25 +35,87 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")  # what INSTRUCTION asks for
 HASHES = re.compile(r"####(.*)")  # the end of the worked answers
 # The bounds are far above GSM8K's numbers, and below the length at which Python refuses to convert text.
-_DIGITS = r"(?:\d{1,30}(?:,\d{3}(?!\d)){0,9}(?:\.\d{1,30})?|(?<![\w.])\.\d{1,30})"
+_WHOLE = r"\d{1,30}(?:,\d{3}(?!\d)){0,9}"
+_DIGITS = rf"(?:{_WHOLE}(?:\.\d{{1,30}})?|(?<![\w.])\.\d{{1,30}})"
+_DASHES = "-\u2010-\u2013\u2212\ufe63\uff0d"  # hyphens, the en dash, minus signs
+_OVER, _UNDER = (
+    rf"\s?(?:\{{\s?(?P<{name}_minus>[{_DASHES}]?)\s?(?P<{name}>{_DIGITS})\s?\}}|(?P<{name}_digit>\d))"
+    for name in ("over", "under")
+)
 _NUMBER = re.compile(
-    r"(?=[-\u2212\\$\u20ac\u00a3.\d])"  # for speed
-    r"((?<![\w)}])[-\u2212](?=[\\$\u20ac\u00a3.\d]))?"  # behind a number or a word, it is a minus or a hyphen
+    rf"(?=[{_DASHES}\u2014\\$\u20ac\u00a3.\d])"  # for speed
+    rf"(?:(?P<minus>[{_DASHES}\u2014])(?P<gap>[ \t]{{0,3}})\{{?(?=[\\$\u20ac\u00a3.\d]))?"
     r"(?:\\?[$\u20ac\u00a3]\s?)?"
-    rf"(?:\\[dt]?frac\{{({_DIGITS})\}}\{{({_DIGITS})\}}|({_DIGITS})(?:\s?/\s?({_DIGITS}))?)",
+    rf"(?:(?P<whole>{_WHOLE})(?:[ \t]{{0,3}}(?=\\[dtc]?frac)|[ \t]{{1,3}}(?=\d{{1,30}}\s?/\s?\d)))?"
+    rf"(?:\\[dtc]?frac{_OVER}{_UNDER}"
+    rf"|(?P<number>{_DIGITS})(?:\s?/\s?(?P<divisor_minus>[{_DASHES}]?)(?P<divisor>{_DIGITS}))?)",
     re.ASCII,
+)
+# A dash with a space behind it is a sign only after these. Elsewhere it subtracts, begins a list item or separates.
+_BEFORE_SIGN = re.compile(
+    r"(?:^|[=:(\[{$#*,|<>\"'\u2192\u2248]|\b(?:is|are|was|were|be|equals?|of|to|by|at|as|gets?|gives?|makes?|has|have))"
+    r"[ \t]*\Z"
 )
 
 
 def numbers(text: str) -> list[Fraction]:
-    """Return the numbers of a text: 1,000 and 1{,}000, 2.5, -3, 3/4 and \\frac{3}{4}. Words are not read."""
-    found = []
-    for match in _NUMBER.finditer(re.sub(r"\\[,!]", "", text.replace("{,}", ","))):
-        minus, *parts = match.groups()
-        over, under = (Fraction(part.replace(",", "")) for part in [*filter(None, parts), "1"][:2])
-        if under:
-            found.append((-over if minus else over) / under)
+    """Return the numbers of a text: 1,000 and 1{,}000, 2.5, -3, 3/4 and \\frac{3}{4}, 2 1/2. Words are not read."""
+    text = _plain(text)
+    found: list[Fraction] = []
+    for match in _NUMBER.finditer(text):
+        values = _values(match)
+        if values and match["minus"] and _is_sign(text, match):
+            values[0] = -values[0]
+        found += values
     return found
+
+
+def _plain(text: str) -> str:
+    """Return a text without LaTeX's spaces and without braces that change no number."""
+    text = text.replace("{,}", ",")
+    text = re.sub(r"\\[,!]", "", text)
+    text = re.sub(r"\\[;: ]|~", " ", text)
+    text = re.sub(rf"\{{([{_DASHES}])\}}", r"\1", text)
+    return re.sub("[\u00bc-\u00be\u2150-\u215e]", _as_fraction, text)
+
+
+def _as_fraction(sign: re.Match[str]) -> str:
+    """Return a character such as \u00bd as " 1/2"."""
+    return " " + unicodedata.normalize("NFKC", sign[0]).replace("\u2044", "/")
+
+
+def _values(match: re.Match[str]) -> list[Fraction]:
+    """Return the number of a match without its sign. It is two if a fraction behind a number is not below 1."""
+    if match["number"] is None:
+        over = _value(match["over"] or match["over_digit"], match["over_minus"])
+        under = _value(match["under"] or match["under_digit"], match["under_minus"])
+    else:
+        over = _value(match["number"])
+        under = _value(match["divisor"] or "1", match["divisor_minus"])
+    found: list[Fraction] = []
+    if match["whole"] is not None:
+        found.append(_value(match["whole"]))
+    if under == 0:
+        return found
+    fraction = over / under
+    if found and 0 < fraction < 1:
+        return [found[0] + fraction]
+    return [*found, fraction]
+
+
+def _value(digits: str, minus: str | None = None) -> Fraction:
+    value = Fraction(digits.replace(",", ""))
+    if minus:
+        return -value
+    return value
+
+
+def _is_sign(text: str, match: re.Match[str]) -> bool:
+    """Return True if the dash of a match is a sign. Behind a number or a word, it is a minus or a hyphen."""
+    start = match.start("minus")
+    if match["gap"] or match["minus"] == "\u2014":
+        return _BEFORE_SIGN.search(text, max(start - 12, 0), start) is not None
+    return re.match(r"[\w)}]", text[max(start - 1, 0) : start], re.ASCII) is None
 
 
 def strict(text: str, form: re.Pattern[str] = BOXED) -> Fraction | None:

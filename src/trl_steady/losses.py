@@ -140,6 +140,7 @@ def m2po_masks(batch: MicroBatch, trainer: Trainer) -> dict[str, Tensor]:
 
 
 _FINITE = math.exp(20)
+_LARGEST_RATIO = 20.0  # verl's C for DPPO
 _NOTHING_IS_CLIPPED: dict[str, float] = {"epsilon_low": math.inf, "epsilon_high": math.inf}
 
 LOSSES: dict[str, Loss] = {
@@ -194,9 +195,9 @@ LOSSES: dict[str, Loss] = {
         name="DPPO",
         level="token",
         epsilon=lambda args: {"tv": 0.2, "kl": 0.05}[args.dppo_divergence],  # appendix E; 0.15 for tv in appendix C
-        # C as in verl. The paper has 5 in its large runs (appendix E), and none in its analysis (appendix C): low
-        # bounds do harm (section 5.4)
-        policy_term=functools.partial(sampler_ratio_term, largest=20.0),
+        # the paper has 5 in its large runs (appendix E), and none in its analysis (appendix C): low bounds do harm
+        # (section 5.4)
+        policy_term=functools.partial(sampler_ratio_term, largest=_LARGEST_RATIO),
         token_masks=dppo_masks,
         to_sampler=True,
         trl_epsilons=lambda _: _NOTHING_IS_CLIPPED,
@@ -209,7 +210,8 @@ LOSSES: dict[str, Loss] = {
         advantages="token",
         name="M2PO",
         level="token",
-        policy_term=functools.partial(sampler_ratio_term, largest=_FINITE),
+        # the paper has no bound: one wrong log-prob of an engine would be the whole update. DPPO's, for the same term
+        policy_term=functools.partial(sampler_ratio_term, largest=_LARGEST_RATIO),
         token_masks=m2po_masks,
         to_sampler=True,
         trl_epsilons=lambda _: _NOTHING_IS_CLIPPED,

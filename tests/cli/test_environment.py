@@ -105,5 +105,5 @@ def test_methods_that_only_a_trainer_knows_are_on_where_it_has_them(tmp_path: Pa
 
 
 def test_methods_act_where_overrides_are_looked_for() -> None:
-    others = {"advantages", "data", "order", "policy loss"}
+    others = {"advantages", "data", "evaluation data", "order", "policy loss"}
     assert {place for method in METHODS for place in method.acts_in} == ACTS_IN.keys() - others

@@ -92,9 +92,18 @@ def test_its_gradient_is_added_to_the_policys(
 
 
 def test_examples_are_whole_texts_and_a_pass_over_them_is_a_permutation(
-    models: dict[str, Path], tmp_path: Path
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each pass has an order of its own. A text has an end, and is cut where the model's positions end."""
+    """Each pass has an order of its own, drawn once. A text has an end, and is cut where the model's positions end."""
+    drawn: list[int] = []
+    randperm = torch.randperm
+
+    def draw(length: int, **keywords: Any) -> Tensor:
+        if keywords.keys() == {"generator"} and length == len(TEXTS):
+            drawn.append(length)
+        return randperm(length, **keywords)
+
+    monkeypatch.setattr("trl_steady.features.pretraining_loss.torch.randperm", draw)
     trainer = build(
         models["dense"], tmp_path, known=True, ptx_coef=1.0, max_steps=10, build={"ptx_dataset": TEXT}, lora=True
     )
@@ -103,11 +112,13 @@ def test_examples_are_whole_texts_and_a_pass_over_them_is_a_permutation(
     trainer.train()
     order = [tuple(ids) for batch in seen for ids in batch]
     reader = tiny.tokenizer()
-    whole = {(*reader(text)["input_ids"], reader.eos_token_id)[:30] for text in TEXTS}
+    whole = [(*reader(text)["input_ids"], reader.eos_token_id)[:30] for text in TEXTS]
     passes = [order[start : start + len(TEXTS)] for start in range(0, len(order), len(TEXTS))]
     assert len(passes) == 8 and max(map(len, order)) == 30
-    assert all({*own} == whole for own in passes)
-    assert len({*map(tuple, passes)}) > 4
+    for epoch, own in enumerate(passes):
+        indices = randperm(len(TEXTS), generator=torch.Generator().manual_seed(trainer.args.seed + epoch))
+        assert own == [whole[index] for index in indices]
+    assert len({*map(tuple, passes)}) > 4 and len(drawn) == 8
 
 
 def test_an_evaluation_reads_no_example(models: dict[str, Path], tmp_path: Path) -> None:

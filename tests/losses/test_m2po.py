@@ -68,6 +68,19 @@ def test_the_mask_of_bf16_sums_in_float32() -> None:
     assert masks[0].sum() == masks[1].sum()
 
 
+@pytest.mark.parametrize(("delta", "weight"), [(None, 20.0), (3.0, 3.0)])
+def test_one_wrong_log_prob_of_a_sampler_is_not_the_whole_update(
+    evaluate: Evaluate, delta: float | None, weight: float
+) -> None:
+    """The mask does not count the token, because the update moves it back towards the sampler."""
+    logps = torch.full((1, 2), -1.0).double()
+    sampled = torch.tensor([[-100.0, -1.0]]).double()
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    found = m2po(evaluate, Batch(logps, sampled, mask, torch.tensor([-1.0]).double()), delta=delta)
+    expected = torch.tensor([[weight, 1.0]]).double() / 2 * SHARE
+    assert torch.allclose(found.grad, expected, rtol=1e-12)
+
+
 def test_extremes(evaluate: Evaluate) -> None:
     """No counted token, infinite log-ratios, and a ratio beyond float32 that is dropped or not."""
     zero = torch.zeros(1, 3)

@@ -3,6 +3,7 @@
 import importlib.util
 import random
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,3 +131,33 @@ def test_the_reward_of_training_reads_real_answers(recipes: Any) -> None:
         completions = [[{"role": "assistant", "content": text}] for text in texts]
         strict = [recipes.gsm8k.strict(text) == truth for text, truth in zip(texts, truths, strict=True)]
         assert recipes.gsm8k.accuracy_reward(completions, solutions) == strict == [add == 0] * len(sample)
+
+
+READ_ALIKE: dict[str, Callable[[Fraction], Fraction]] = {
+    "-{}": lambda value: -value,
+    "- {}": lambda value: -value,
+    "\u2212{}": lambda value: -value,
+    "x = -{}": lambda value: -value,
+    "\\frac{{{}}}{{7}}": lambda value: value / 7,
+    "\\frac{{-{}}}{{7}}": lambda value: -value / 7,
+    "\\frac{{{}}}{{-7}}": lambda value: -value / 7,
+    "-\\dfrac{{{}}}{{7}}": lambda value: -value / 7,
+    "{}\\frac{{1}}{{2}}": lambda value: value + Fraction(1, 2),
+    "-{}\\frac{{1}}{{2}}": lambda value: -value - Fraction(1, 2),
+    "{}/7": lambda value: value / 7,
+}
+"""Forms of an answer that math-verify and `strict` both read, and what they mean."""
+
+
+def test_signs_and_fractions_of_real_answers_are_read_as_by_math_verify(recipes: Any) -> None:
+    solutions = [recipes.gsm8k.example(row)["solution"].replace(",", "") for row in rows("test")]
+    positive = [solution for solution in solutions if Fraction(solution) > 0]
+    sample = random.Random(0).sample(positive, 20 * len(READ_ALIKE))
+    for index, (form, meaning) in enumerate(READ_ALIKE.items()):
+        for number in sample[20 * index : 20 * index + 20]:
+            truth = meaning(Fraction(number))
+            text = f"So it is \\boxed{{{form.format(number)}}}."
+            assert recipes.gsm8k.strict(text) == truth, text
+            completions = [[{"role": "assistant", "content": text}]]
+            gold = f"$\\frac{{{truth.numerator}}}{{{truth.denominator}}}$"
+            assert recipes.gsm8k.accuracy_reward(completions, [gold]) == [1.0], text

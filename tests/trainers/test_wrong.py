@@ -306,6 +306,79 @@ def test_a_subclass_may_add_a_column(models: dict[str, Path], tmp_path: Path, ki
         trainer.train()
 
 
+WITH_ANSWER = columns("prompt", "question", "answer")
+EVALUATES: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+
+
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        pytest.param(
+            {"eval_dataset": columns("question", "answer")},
+            {},
+            r"^eval_dataset has no column 'prompt', but question, answer\. .*eval_dataset\.rename_column\('question'",
+            id="no prompt",
+        ),
+        pytest.param(
+            {"eval_dataset": columns("prompt", "answers")},
+            {},
+            r"^reward function 'wants_answer' asks for 'answer'\. With eval_dataset, TRL passes .* mean 'answers'\?",
+            id="a function",
+        ),
+        pytest.param(
+            {"eval_dataset": {"whole": WITH_ANSWER, "cut": columns("prompt")}},
+            {},
+            r"^reward function 'wants_answer' asks for 'answer'\. With eval_dataset\['cut'\], TRL passes ",
+            id="one of two sets",
+        ),
+        pytest.param(
+            {"eval_dataset": columns("prompt", "answer", "completions")},
+            {},
+            "^eval_dataset has a column 'completions', as TRL names all",
+            id="a taken name",
+        ),
+        pytest.param(
+            {"eval_dataset": columns("prompt").to_iterable_dataset()},
+            {"eval_strategy": "no", "eval_on_start": True},
+            "^reward function 'wants_answer' asks for 'answer'",
+            id="a stream, at the start",
+        ),
+    ],
+)
+def test_columns_of_evaluations_are_named_when_the_trainer_is_built(
+    models: dict[str, Path], tmp_path: Path, build: Any, options: dict[str, Any], message: str, method: str
+) -> None:
+    build = {"train_dataset": WITH_ANSWER, "reward_funcs": wants_answer, **build}
+    with pytest.raises(ValueError, match=message):
+        tiny.trainer(models["dense"], tmp_path, build=build, method=method, **{**EVALUATES, **options})
+
+
+def test_a_column_of_strengths_that_evaluations_lack_is_named(models: dict[str, Path], tmp_path: Path) -> None:
+    build = {"train_dataset": columns("prompt").add_column("strength", [1.0] * 16), "eval_dataset": columns("prompt")}
+    with pytest.raises(
+        ValueError, match=r"^eval_dataset has no column 'strength', but prompt\. Set beta_column to one"
+    ):
+        tiny.trainer(models["dense"], tmp_path, build=build, beta=0.1, beta_column="strength", **EVALUATES)
+
+
+class Evaluates(trl_steady.GRPOTrainer):
+    """A trainer of a script that evaluates on other columns."""
+
+    def get_eval_dataloader(self, *arguments: Any, **keywords: Any) -> Any:
+        return super().get_eval_dataloader(WITH_ANSWER)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(Evaluates, EVALUATES), (trl_steady.GRPOTrainer, {})])
+def test_columns_of_evaluations_that_may_fit_or_that_nothing_reads_are_not_refused(
+    models: dict[str, Path], tmp_path: Path, kind: Any, options: dict[str, Any]
+) -> None:
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, max_steps=1, **options)
+    keywords = {"eval_dataset": columns("prompt"), "processing_class": tiny.tokenizer()}
+    trainer = kind(str(models["dense"]), wants_answer, args, WITH_ANSWER, **keywords)
+    assert tiny.train(trainer).state.global_step == 1
+
+
 def test_a_column_that_is_removed_takes_no_name(models: dict[str, Path], tmp_path: Path) -> None:
     build = {"train_dataset": columns("prompt", "completions")}
     tiny.trainer(models["dense"], tmp_path, build=build, remove_unused_columns=True, max_steps=1).train()

@@ -16,6 +16,7 @@ from trl import GRPOConfig as _TRLConfig  # by name, because `trl-steady run` re
 from trl_steady.config.options import (
     AROUND_1,
     BELOW_1,
+    COEFFICIENT,
     COLUMN,
     IN_ROLLOUT,
     NOT_NEGATIVE,
@@ -80,7 +81,7 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         "the update moves further from the sampler. The largest are dropped until the mean fits the budget (section "
         "4.2).",
     )
-    sampler_penalty: Annotated[float, NOT_NEGATIVE] = option(
+    sampler_penalty: Annotated[float, COEFFICIENT] = option(
         0.0,
         "Add this times the squared log-ratio of policy to sampler, for each token, to the loss (Kimi K2.5, arXiv "
         "2602.02276, equation 1). The sampler is the old policy without an engine. No mask drops it. 0: no penalty.",

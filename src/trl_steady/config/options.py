@@ -72,6 +72,8 @@ COUNT_OR_0 = Range(lambda value: value >= 0 and value == int(value), "0, 1, 2, .
 ROUNDS = Range(lambda value: value >= 2 and value == int(value), "2, 3, 4, ...", {"minimum": 2})
 POSITIVE = Range(lambda value: 0 < value < math.inf, "a finite number above 0", {"exclusiveMinimum": 0})
 NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or above", {"minimum": 0})
+# a factor of a loss or of a reward
+COEFFICIENT = Range(lambda value: 0 <= value <= 3e38, "0 or above, and a number of float32", {"minimum": 0})
 SHARE = Range(lambda value: 0 <= value <= 1, "between 0 and 1", {"minimum": 0, "maximum": 1})
 BELOW_1 = Range(lambda value: 0 < value < 1, "above 0 and below 1", {"exclusiveMinimum": 0, "exclusiveMaximum": 1})
 NUMBER = Range(lambda value: float(value) == value, "a number")

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.config.options import (
+    COEFFICIENT,
     COUNT,
     COUNT_OR_0,
     IN_ROLLOUT,
-    NOT_NEGATIVE,
     POSITIVE,
     SHARE,
     Idle,
@@ -61,7 +61,7 @@ class PPOConfig(GRPOConfig):
     value_lam: Annotated[float | None, SHARE, IN_ROLLOUT] = option(
         None, "Lambda of the critic's targets (decoupled GAE, arXiv 2503.01491, uses 1.0). None: `lam`."
     )
-    kl_coef: Annotated[float, NOT_NEGATIVE, IN_ROLLOUT] = option(
+    kl_coef: Annotated[float, COEFFICIENT, IN_ROLLOUT] = option(
         0.05,
         "Each action token's reward loses this coefficient times log policy - log reference at rollout (k1; "
         "InstructGPT). 0: no KL in the reward.",
@@ -80,7 +80,7 @@ class PPOConfig(GRPOConfig):
     cliprange_value: Annotated[float | None, POSITIVE] = option(
         0.2, "How far a value may move from its value at rollout before its loss is clipped. None: no clip."
     )
-    value_learning_rate: Annotated[float | None, NOT_NEGATIVE] = option(
+    value_learning_rate: Annotated[float | None, COEFFICIENT] = option(
         None, "Learning rate of the critic, under the scheduler of the policy. None: that of the policy."
     )
     value_warmup_steps: Annotated[int, COUNT_OR_0] = option(
@@ -100,10 +100,10 @@ class PPOConfig(GRPOConfig):
     bootstrap_truncated: Annotated[bool, IN_ROLLOUT] = option(
         False, "The critic's value follows an answer that was cut off. False: 0 follows it, as an answer that ended."
     )
-    missing_eos_penalty: Annotated[float | None, NOT_NEGATIVE, IN_ROLLOUT] = option(
+    missing_eos_penalty: Annotated[float | None, COEFFICIENT, IN_ROLLOUT] = option(
         None, "Subtract this from the score of an answer without an end-of-sequence token. None: subtract nothing."
     )
-    ptx_coef: Annotated[float, NOT_NEGATIVE] = option(
+    ptx_coef: Annotated[float, COEFFICIENT] = option(
         0.0, "Weight of the language-model loss on `ptx_dataset` (InstructGPT, arXiv 2203.02155, equation 2)."
     )
 

@@ -214,12 +214,15 @@ class DynamicSampling(Feature):
         return differs & has_tokens
 
     def _fill(self, completions: list[CompletionRecord], rejected: Sequence[int], spare: Sequence[_Group]) -> None:
-        """Put groups into the slots of rejected ones, as many as there are. Every process must call this method."""
+        """Put groups into the slots of rejected ones, as many as there are. Every process must call this method.
+
+        The first slots are filled, so that the rejected groups that stay are the same on any number of processes.
+        """
         rank = self.trainer.accelerator.process_index
         size = self.trainer.num_generations
         count = len(completions)
         owners_of_slot: dict[int, list[int]] = {}
-        for slot in rejected:
+        for slot in rejected[: len(spare)]:
             owners_of_slot[slot] = [number // count for number in range(slot * size, (slot + 1) * size)]
 
         # first the groups whose completions need not go to another process
@@ -230,8 +233,8 @@ class DynamicSampling(Feature):
             if fitting:
                 placed[slot] = fitting[0]
                 free.remove(fitting[0])
-        for slot in rejected:
-            if slot not in placed and free:
+        for slot in owners_of_slot:
+            if slot not in placed:
                 placed[slot] = free.pop(0)
 
         moves: list[tuple[int, int, CompletionRecord]] = []  # process, number there, completion
@@ -253,7 +256,7 @@ class DynamicSampling(Feature):
                 completions[index] = completion
 
     def _log(self, counts: Counter[str], size: int) -> None:
-        """Log shares of a rollout of `size` groups. Warn once if the filter has kept none."""
+        """Log shares of a rollout of `size` groups. Warn once if rejected groups fill most of it."""
         generated = counts["generated"]
         shares = {
             "dynamic_sampling/kept": (counts["kept"], generated),
@@ -265,12 +268,28 @@ class DynamicSampling(Feature):
         }
         sums = torch.tensor(list(shares.values()), device=self.trainer.accelerator.device)
         self.trainer.metrics.pooled(sums=dict(zip(shares, sums, strict=True)))
-        if not counts["kept"] and not self._has_warned and self.trainer.accelerator.is_main_process:
+        is_mostly_rejected = counts["unfilled"] > size / 2
+        if is_mostly_rejected and not self._has_warned and self.trainer.accelerator.is_main_process:
             self._has_warned = True
-            self.warn(
-                f"dynamic_sampling=True: {counts['rounds']} rounds gave no group that dynamic_sampling_filter keeps, "
+            self.warn(self._why_mostly_rejected(counts, size))
+
+    def _why_mostly_rejected(self, counts: Counter[str], size: int) -> str:
+        rounds = counts["rounds"]
+        if not counts["kept"]:
+            return (
+                f"dynamic_sampling=True: {rounds} rounds gave no group that dynamic_sampling_filter keeps, "
                 "so this rollout trains as without it. Take easier or harder prompts, or more rounds."
             )
+        found = (
+            f"dynamic_sampling=True: after {rounds} rounds, {counts['unfilled']} of the {size} groups of a rollout "
+            "are still ones that dynamic_sampling_filter rejects."
+        )
+        if self.args.dynamic_sampling_filter == "reward_variance":
+            return (
+                f"{found} Few groups hold 90 % of the reward variance. Bound the rewards, or set "
+                "dynamic_sampling_filter='zero_std'."
+            )
+        return f"{found} Take easier or harder prompts, more rounds, or a wider filter."
 
     def save_state(self, checkpoint: Path) -> None:
         """Save the position in the prompts of further rounds, and the rewards seen."""

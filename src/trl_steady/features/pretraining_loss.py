@@ -26,6 +26,8 @@ class PretrainingLoss(Feature):
     """
 
     args: PPOConfig
+    _order: tuple[tuple[int, int], Tensor] | None = None
+    """The last order of the dataset, and its seed and length: one permutation for each pass, not for each example."""
 
     def on_init_end(self) -> None:
         """Refuse a dataset that is missing or would be ignored."""
@@ -56,8 +58,14 @@ class PretrainingLoss(Feature):
         count = args.per_device_train_batch_size * trainer.current_gradient_accumulation_steps
         for position in range(first, first + count):
             epoch, index = divmod(position, len(dataset))
-            order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(args.seed + epoch))
-            yield int(order[index])
+            yield int(self._order_of(args.seed + epoch, len(dataset))[index])
+
+    def _order_of(self, seed: int, length: int) -> Tensor:
+        """Return the order of one pass over the dataset."""
+        if self._order is None or self._order[0] != (seed, length):
+            order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+            self._order = (seed, length), order
+        return self._order[1]
 
     def _token_ids(self, example: Mapping[str, Any]) -> Tensor:
         tokenizer: Any = models.text_tokenizer(self.trainer)

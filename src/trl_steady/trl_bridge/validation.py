@@ -1,10 +1,10 @@
 """Friendly errors for the commonest mistakes, which have poor messages or train nothing. It knows options of TRL."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -18,44 +18,68 @@ PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extr
 
 
 def refuse_wrong_columns(trainer: Trainer) -> None:
-    """Refuse a dataset whose columns do not fit TRL or the reward functions, unless a rollout may have others."""
-    dataset = trainer.train_dataset
+    """Refuse data sets whose columns do not fit TRL or the reward functions, unless a rollout may have others.
+
+    Sets for evaluations are checked only if the training evaluates.
+    """
+    messages: list[str] = []
+    if not overrides(trainer, "data", "generation"):
+        messages += _wrong_columns(trainer, "train_dataset", trainer.train_dataset)
+    evaluates = trainer.args.eval_strategy != "no" or trainer.args.eval_on_start
+    if evaluates and not overrides(trainer, "evaluation data", "generation"):
+        for name, dataset in _evaluation_sets(trainer.eval_dataset):
+            messages += _wrong_columns(trainer, name, dataset)
+    if messages:
+        raise ValueError(" ".join(messages))
+
+
+def _evaluation_sets(dataset: object) -> Iterator[tuple[str, object]]:
+    """Yield each set for evaluations with its name in a script."""
+    if not isinstance(dataset, Mapping):
+        yield "eval_dataset", dataset
+        return
+    for key, member in cast(Mapping[str, object], dataset).items():
+        yield f"eval_dataset[{key!r}]", member
+
+
+def _wrong_columns(trainer: Trainer, set_name: str, dataset: Any) -> list[str]:
+    """Return what is wrong with the columns of a data set, each with a fix."""
     # another class, a transform or a collator may add columns
     if type(dataset) not in (Dataset, IterableDataset) or getattr(dataset, "format", {}).get("type") == "custom":
-        return
+        return []
     if getattr(as_trl_trainer(trainer).data_collator, "__name__", "") != "identity":  # TRL's
-        return
+        return []
     columns: Sequence[str] = dataset.column_names or ()
     if not columns or trainer.args.remove_unused_columns:  # a stream may not know its columns
-        return
-    if trainer.environment_factories is not None or overrides(trainer, "data", "generation"):
-        return
+        return []
+    if trainer.environment_factories is not None:
+        return []
     messages: list[str] = []
     if "prompt" not in columns:
-        rename = f"train_dataset.rename_column({columns[0]!r}, 'prompt')"
-        messages.append(f"train_dataset has no column 'prompt', but {', '.join(columns)}. Rename one: {rename}.")
+        rename = f"{set_name}.rename_column({columns[0]!r}, 'prompt')"
+        messages.append(f"{set_name} has no column 'prompt', but {', '.join(columns)}. Rename one: {rename}.")
     beta_column = getattr(trainer.args, "beta_column", None)
     if beta_column is not None and beta_column not in columns:
-        messages.append(
-            f"train_dataset has no column {beta_column!r}, but {', '.join(columns)}. Set beta_column to one."
-        )
+        messages.append(f"{set_name} has no column {beta_column!r}, but {', '.join(columns)}. Set beta_column to one.")
     passed = list(PASSED)
     passed += [name for name in columns if name not in ("prompt", "completion")]
+    passes = "TRL passes"
+    if set_name != "train_dataset":
+        passes = f"With {set_name}, TRL passes"
     for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
         if isinstance(function, torch.nn.Module):
             continue
         for column in ("completions", "prompts"):
             if column in columns:
-                messages.append(f"train_dataset has a column {column!r}, as TRL names all {column}. Rename it.")
+                messages.append(f"{set_name} has a column {column!r}, as TRL names all {column}. Rename it.")
         if trainer.rollout_func is not None:  # it may return further columns
             continue
         for missing in _required(function).difference(passed):
-            message = f"reward function {name!r} asks for {missing!r}. TRL passes {', '.join(passed)}."
+            message = f"reward function {name!r} asks for {missing!r}. {passes} {', '.join(passed)}."
             for close in get_close_matches(missing, passed, 1):
                 message += f" Did you mean {close!r}?"
             messages.append(message)
-    if messages:
-        raise ValueError(" ".join(messages))
+    return messages
 
 
 def _required(function: Callable[..., object]) -> set[str]:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,46 @@ def test_nothing_is_kept(models: dict[str, Path], tmp_path: Path) -> None:
     for name, value in {"kept": 0, "rounds": 3, "generated": 3, "unfilled": 1, "solved": 0, "hopeless": 0}.items():
         assert metric(trainer, PREFIX + name) == [value, value], name
     assert trainer.state.global_step == 8 and metric(trainer, "frac_reward_zero_std") == [1.0, 1.0]
+
+
+LARGE, SMALL = [0.0, 0.0, 9.0, 9.0], [0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen_filter", "said"),
+    [
+        # one group has 98 % of the variance, and the groups of further rounds are as the others
+        (
+            [LARGE, SMALL, SMALL, SMALL],
+            "reward_variance",
+            r"Bound the rewards, or set dynamic_sampling_filter='zero_std'",
+        ),
+        ([SMALL, [0.0] * 4, [0.0] * 4, [0.0] * 4], "zero_std", "easier or harder prompts, more rounds, or a wider"),
+        ([SMALL, [0.0] * 4, [0.0] * 4, [0.0] * 4], (0, 0.3), "easier or harder prompts, more rounds, or a wider"),
+        ([SMALL, SMALL, [0.0] * 4, [0.0] * 4], "zero_std", None),
+    ],
+)
+def test_a_rollout_of_rejected_groups_is_said_once(
+    models: dict[str, Path], tmp_path: Path, values: list[Any], chosen_filter: Any, said: str | None
+) -> None:
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        if trainer.rounds:
+            return values[-1] * (len(completion_ids) // 4)
+        return [value for group in values for value in group]
+
+    options = {"dynamic_sampling_filter": chosen_filter, "max_steps": 8}
+    trainer = build(models["dense"], tmp_path, reward=reward, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    found = [str(each.message) for each in caught if "after 3 rounds" in str(each.message)]
+    assert len(trainer.rollouts) == 2
+    if said is None:
+        assert found == []
+        return
+    (message,) = found
+    assert re.search(rf"after 3 rounds, 3 of the 4 groups of a rollout .* rejects\..*{said}", message)
+    assert trainer.feature(DynamicSampling).notes == [message]
 
 
 def test_a_round_asks_for_what_is_missing_by_the_share_that_was_kept(models: dict[str, Path], tmp_path: Path) -> None:

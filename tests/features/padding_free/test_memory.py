@@ -24,10 +24,10 @@ def test_a_micro_batch_by_tokens_gives_up_its_routes_after_its_backward(
         replays.append(weakref.ref(replay))
 
     class Counting(trl_steady.GRPOTrainer):
-        def _compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+        def _policy_loss(self, *arguments: Any, **keywords: Any) -> Any:
             gc.collect()
             alive.append(sum(replay() is not None for replay in replays))
-            return super()._compute_loss(*arguments, **keywords)
+            return super()._policy_loss(*arguments, **keywords)
 
     monkeypatch.setattr(Replay, "__init__", remember)
     monkeypatch.setattr(trl_steady, "GRPOTrainer", Counting)

@@ -79,9 +79,9 @@ class Recorded(trl_steady.GRPOTrainer):
     def tampered(self, routed: Traced) -> Traced:
         return routed
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _policy_loss(self, model: torch.nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Tensor:
         weights = routed_oracle.weights(self.model)
-        loss = super()._compute_loss(model, inputs)
+        loss = super()._policy_loss(model, inputs, *arguments, **keywords)
         of_tokens = {"logps": self.scored.detach()}
         update = Update(len(self.rollouts) - 1, weights, list(rows({**inputs, **of_tokens})), inputs)
         (self.updates if self.model.training else self.evaluations).append(update)

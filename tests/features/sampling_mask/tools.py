@@ -94,8 +94,8 @@ class Sampled(routed.Recorded):
         self.entropies = scores[1]
         return scores
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        loss = super()._compute_loss(model, inputs)
+    def _policy_loss(self, model: torch.nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Tensor:
+        loss = super()._policy_loss(model, inputs, *arguments, **keywords)
         updates = self.updates if self.model.training else self.evaluations
         updates[-1] = updates[-1]._replace(inputs={**inputs, "entropies": self.entropies.detach()})
         return loss

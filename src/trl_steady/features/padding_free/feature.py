@@ -5,7 +5,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -30,6 +30,7 @@ from trl_steady.features.padding_free.support import Support, find_support
 from trl_steady.features.skip_zero_weight import has_rows, select_sequences, skips_before_regrouping, with_gradient
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.loss import run_backward, weigh_loss
+from trl_steady.trl_bridge.overrides import overrides
 from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
 from trl_steady.trl_bridge.trl_state import rollout_number
 
@@ -37,6 +38,25 @@ _LENGTHS = "lengths"
 # Adapters that do the same to a token wherever it is in a row
 _PER_TOKEN = {"ADALORA", "BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "VERA"}
 _OTHER_MASK = "the mask of a micro-batch is not that of its rollout. Remove 'lengths' if you change masks."
+
+
+class _MicroBatch(NamedTuple):
+    """One of TRL's micro-batches, which waits for the last of its optimizer step."""
+
+    rollout: int
+    inputs: Mapping[str, Any]
+    passed_on: Mapping[str, Any] | None
+    """What a script's `_compute_loss` passed on to `super()`; None without such a method."""
+
+
+class _Group(NamedTuple):
+    """A micro-batch of the budget."""
+
+    inputs: dict[str, Any]
+    share: float
+    """Its size as a share of TRL's micro-batch; 1 if the loss is a sum over tokens, which no grouping changes."""
+    passed_on: dict[str, Any] | None
+    """The same sequences as a script passed them on."""
 
 
 class PaddingFree(Feature):
@@ -51,7 +71,7 @@ class PaddingFree(Feature):
     def __init__(self, trainer: Trainer, args: Any) -> None:
         super().__init__(trainer, args)
         self._models = weakref.WeakKeyDictionary[torch.nn.Module, tuple[Support, PackedAttention]]()
-        self._waiting: list[tuple[int, Mapping[str, Any]]] = []
+        self._waiting: list[_MicroBatch] = []
 
     # construction
 
@@ -85,6 +105,8 @@ class PaddingFree(Feature):
             return "it runs backward several times in a step; DeepSpeed, lomo, adalomo, *_layerwise step each time"
         if type(trainer).compute_loss is not FeatureTrainerMixin.compute_loss:
             return f"{type(trainer).__name__}.compute_loss would see only the last group; override _compute_loss"
+        for method in overrides(trainer, "policy loss", without_super=True):
+            return f"{method} does not call super(), so no sequence would be regrouped"
         return None
 
     @property
@@ -227,50 +249,78 @@ class PaddingFree(Feature):
     def around_loss(self, loss: LossPass, call_next: Callable[[LossPass], Tensor]) -> Tensor:
         """Compute TRL's loss. With a budget, collect the micro-batches of an optimizer step and regroup them.
 
-        Earlier calls return 0, and the last call of the step runs all micro-batches.
+        Earlier calls return only what a script adds. The last call of the step runs all micro-batches.
         """
         trainer = self.trainer
         if self.args.token_budget is None or not trainer.model.training:
             return call_next(loss)
-        self._waiting.append((rollout_number(trainer), loss.inputs))
+        passed_on: Mapping[str, Any] | None = None
+        added = torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
+        scripts = overrides(trainer, "policy loss")
+        if scripts:
+            passed_on, added = self._run_script(loss, ", ".join(scripts))
+        self._waiting.append(_MicroBatch(rollout_number(trainer), loss.inputs, passed_on))
         if not trainer.accelerator.sync_gradients:
-            return torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
+            return added
         waiting = self._waiting
         self._waiting = []
         # all groups at once, because processes exchange lengths; transformers runs the backward pass of the last
         groups = list(self._regrouped(loss.model, waiting))
-        last, share_of_last = groups.pop()
+        last = groups.pop()
         total = torch.zeros((), device=trainer.accelerator.device)
-        for group, share in groups:
-            compute = functools.partial(call_next, LossPass(loss.model, group))
-            total += run_backward(trainer, loss.model, compute, share)
-        with weigh_loss(trainer, share_of_last) as scaled:
-            return total + scaled(call_next(LossPass(loss.model, last)))
+        for group in groups:
+            compute = functools.partial(self._group_loss, loss.model, group, call_next)
+            total += run_backward(trainer, loss.model, compute, group.share)
+        with weigh_loss(trainer, last.share) as scaled:
+            return total + scaled(self._group_loss(loss.model, last, call_next)) + added
 
-    def _regrouped(
-        self, model: torch.nn.Module, waiting: Sequence[tuple[int, Mapping[str, Any]]]
-    ) -> Iterator[tuple[dict[str, Any], float]]:
-        """Yield the micro-batches of the budget, each with its size as a share of TRL's micro-batch.
+    def _run_script(self, loss: LossPass, methods: str) -> tuple[Mapping[str, Any], Tensor]:
+        """Run a script's `_compute_loss` on one of TRL's micro-batches.
 
-        The share is 1 if the loss is a sum over tokens, which no grouping changes.
+        Returns:
+            The inputs that it passes on to `super()`, and the loss that it adds.
         """
-        for _, rollout in itertools.groupby(waiting, key=lambda numbered: numbered[0]):  # each has its own width
-            micro_batches = [inputs for _, inputs in rollout]  # without the number of the rollout
-            size = len(micro_batches[0]["completion_ids"])
-            joined: dict[str, Any] = {}
-            for name in micro_batches[0]:
-                joined[name] = _concatenated([inputs[name] for inputs in micro_batches])
+        done = self.trainer.run_script_loss(loss)
+        rows = [len(inputs["completion_ids"]) for inputs in done.passed_on]
+        why_not: str | None = None
+        if rows != [len(loss.inputs["completion_ids"])]:
+            why_not = f"{methods} does not pass each sequence of a micro-batch on to super() once"
+        elif done.factor != 1.0:
+            why_not = f"{methods} multiplies the loss of super() by {done.factor:g}. It may only add to it"
+        self.refuse(f"token_budget={self.args.token_budget}", why_not)
+        return done.passed_on[0], done.total
+
+    def _group_loss(self, model: torch.nn.Module, group: _Group, call_next: Callable[[LossPass], Tensor]) -> Tensor:
+        below_script = contextlib.nullcontext()
+        if group.passed_on is not None:
+            below_script = self.trainer.below_script_loss(group.passed_on)
+        with below_script:
+            return call_next(LossPass(model, group.inputs))
+
+    def _regrouped(self, model: torch.nn.Module, waiting: Sequence[_MicroBatch]) -> Iterator[_Group]:
+        """Yield the micro-batches of the budget."""
+        for _, rollout in itertools.groupby(waiting, key=lambda micro_batch: micro_batch.rollout):
+            micro_batches = list(rollout)  # of one width
+            size = len(micro_batches[0].inputs["completion_ids"])
+            joined = _joined([micro_batch.inputs for micro_batch in micro_batches])
+            passed_on = [micro_batch.passed_on for micro_batch in micro_batches if micro_batch.passed_on is not None]
             self._warn_of_small_budget(joined, size)
             if skips_before_regrouping(self.trainer):
                 joined = with_gradient(self.trainer, joined, least=1)
             prompt_width = joined["prompt_ids"].size(1)
             width = prompt_width + joined["completion_ids"].size(1)
             lengths = list(map(Length._make, joined[_LENGTHS]))
+            joined_by_script: dict[str, Any] | None = None
+            if passed_on:
+                joined_by_script = _joined(passed_on)
             for rows in self._batches(self.support(model), lengths, width, prompt_width, len(lengths)):
                 share = len(rows) / size
                 if self.trainer.loss_reduction == "step_tokens":
                     share = 1.0
-                yield select_sequences(joined, rows), share
+                group_by_script: dict[str, Any] | None = None
+                if joined_by_script is not None:
+                    group_by_script = select_sequences(joined_by_script, rows)
+                yield _Group(select_sequences(joined, rows), share, group_by_script)
 
     def _warn_of_small_budget(self, inputs: Mapping[str, Any], size: int) -> None:
         """Warn once if each sequence of a step is larger than the budget. `size` is that of TRL's micro-batches."""
@@ -287,6 +337,13 @@ class PaddingFree(Feature):
 
 def _take(lengths: Sequence[Length], rows: Iterable[int]) -> list[Length]:
     return [lengths[row] for row in rows]
+
+
+def _joined(micro_batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    for name in micro_batches[0]:
+        joined[name] = _concatenated([inputs[name] for inputs in micro_batches])
+    return joined
 
 
 def _concatenated(values: Sequence[Any]) -> Any:
