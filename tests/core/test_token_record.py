@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.features.router_replay.passes import to_engine
-from trl_steady.core.token_record import Traced, aligned, stitched
+from tests.tools.devices import bytes_held
+from trl_steady.core.token_record import TokenRecord, Traced, aligned, stitched
+from trl_steady.core.types import Turn
 
 NONE = 255
 
@@ -107,3 +109,37 @@ def test_sequences_and_turns_of_different_dtypes_keep_their_experts(wide_first: 
     batch = aligned(whole, torch.tensor([[7, 8, 9, 10], [6, 8, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]))
     expected = [300, -1, 4, -1] if wide_first else [3, -1, 301, -1]
     assert experts(to_engine(batch)) == [expected, [3, -1, -1, -1]]
+
+
+def recorded(turns: list[list[Traced]]) -> TokenRecord:
+    """A record of the turns, whose last tokens were sampled."""
+    record = TokenRecord("option", "Do without.")
+    for sequences in turns:
+        turn = Turn([routed.ids[:-1] for routed in sequences], None, [routed.ids[-1:] for routed in sequences])
+        record.add(turn, [routed.values for routed in sequences])
+    return record
+
+
+def test_a_record_of_many_turns_holds_each_token_once() -> None:
+    """Each turn has the values of all tokens so far, as an engine returns them."""
+    given: list[list[Traced]] = []
+    for length in range(50, 1050, 50):
+        values = torch.full((length - 1, 4, 2), length // 50, dtype=torch.uint8)
+        given.append([Traced([*range(start, start + length)], values) for start in (0, 7)])
+    record = recorded(given)
+    column = sum(traced.values.nbytes for traced in stitched(given))
+    assert column == 2 * 1000 * 8
+    assert column <= bytes_held(record) <= 1.1 * column
+    ids = torch.tensor([traced.ids for traced in given[-1]])
+    assert torch.equal(record.aligned(ids, torch.ones_like(ids)), aligned(stitched(given), ids, torch.ones_like(ids)))
+
+
+def test_a_record_names_its_option_and_the_turn_that_does_not_fit() -> None:
+    first, second = Traced([1, 2], routes(1)), Traced([1, 2, 3], routes(1, 2))
+    with pytest.raises(ValueError, match=r"option: turn 3 of a rollout .*continue none.* Do without\."):
+        recorded([[first], [second], [Traced([5, 6], routes(1))]])
+    record = recorded([[first], [second]])
+    assert len(record.take([second.ids])) == 1  # after which another round begins
+    record.add(Turn([[5]], None, [[6]]), [routes(1)])
+    with pytest.raises(ValueError, match="turn 2"):
+        record.add(Turn([[7]], None, [[6]]), [routes(1)])

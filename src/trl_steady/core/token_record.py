@@ -5,7 +5,6 @@ It fills the row of a token for which nothing was recorded. Tensor operations cu
 """
 
 import contextlib
-import itertools
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +44,8 @@ class TokenRecord:
     def __init__(self, option: str, instead: str = "") -> None:
         self._option, self._instead = option, instead
         self.turns: list[list[Traced]] = []
-        """The records of generation, turn by turn."""
+        """The records of generation: those of all turns so far, joined, so that no token is held twice."""
+        self._turn_count = 0
         self.values: Any = None
         """The values of the padded batch, once they are known."""
 
@@ -54,7 +54,13 @@ class TokenRecord:
         sequences: list[Traced] = []
         for prompt, completion, of_tokens in zip(turn.prompt_ids, turn.completion_ids, values, strict=True):
             sequences.append(Traced(list(prompt) + list(completion), of_tokens))
-        self.turns.append(sequences)
+        if not self.turns:
+            self._turn_count = 1
+            self.turns = [sequences]
+            return
+        self._turn_count += 1
+        with self._naming_option():
+            self.turns = [continued(self.turns[0], sequences, self._turn_count)]
 
     def aligned(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the values (B, L, *) of the tokens of a padded batch, as the function `aligned`."""
@@ -93,43 +99,55 @@ def stitched(turns: Sequence[Sequence[Traced]]) -> list[Traced]:
     Raises:
         ValueError: a sequence continues none of the earlier ones.
     """
-    dtypes = [traced.values.dtype for traced in itertools.chain.from_iterable(turns)]
-    dtype = max(dtypes, key=lambda candidate: candidate.itemsize)
-    sequences = [_one_row_per_token(traced, dtype) for traced in turns[0]]
+    sequences = _one_row_per_token(turns[0])
     for number, turn in enumerate(turns[1:], start=2):
-        index = 0  # of the earlier sequence that is tried next; each is tried once, so that the order is kept
-        for later in turn:
-            while index < len(sequences) and not _continues(later, sequences[index]):
-                index += 1
-            if index == len(sequences):
-                raise ValueError(
-                    f"turn {number} of a rollout has sequences that continue none of the earlier ones, so their "
-                    "recorded values cannot be joined."
-                )
-            known = sequences[index].values
-            joined = _one_row_per_token(later, dtype)
-            joined.values[: len(known)] = known.where(known != nothing(dtype), joined.values[: len(known)])
-            sequences[index] = joined
-            index += 1
+        sequences = continued(sequences, turn, number)
     return sequences
+
+
+def continued(sequences: Sequence[Traced], turn: Sequence[Traced], number: int) -> list[Traced]:
+    """Join a turn to the sequences so far, as `stitched`. `number` is that of the turn, for messages."""
+    whole = _one_row_per_token([*sequences, *turn])
+    joined = whole[: len(sequences)]
+    index = 0  # of the earlier sequence that is tried next; each is tried once, so that the order is kept
+    for later in whole[len(sequences) :]:
+        while index < len(joined) and not _continues(later, joined[index]):
+            index += 1
+        if index == len(joined):
+            raise ValueError(
+                f"turn {number} of a rollout has sequences that continue none of the earlier ones, so their "
+                "recorded values cannot be joined."
+            )
+        known = joined[index].values
+        recorded_now, recorded_first = later.values.tensor_split([len(known)])
+        known = known.where(known != nothing(known.dtype), recorded_now)
+        joined[index] = Traced(later.ids, torch.cat([known, recorded_first]))
+        index += 1
+    return joined
 
 
 def _continues(later: Traced, earlier: Traced) -> bool:
     return later.ids[: len(earlier.ids)] == earlier.ids
 
 
-def _one_row_per_token(traced: Traced, dtype: torch.dtype) -> Traced:
-    """Return a copy with values (T, *) of a dtype, with a row for the last token."""
-    ids, values = traced
-    tokens = len(ids)
-    rows = len(values)
-    if rows not in (tokens - 1, tokens):
-        raise ValueError(
-            f"the engine returned values for {rows} tokens of a sequence of {tokens}. Only the last may have none."
-        )
-    whole = torch.full((tokens, *values.shape[1:]), nothing(dtype), dtype=dtype)
-    whole[:rows] = values.to(dtype).where(values != nothing(values.dtype), nothing(dtype))
-    return Traced(list(ids), whole)
+def _one_row_per_token(sequences: Sequence[Traced]) -> list[Traced]:
+    """Return sequences with values (T, *) in the widest dtype of all, with a row for the last token."""
+    dtypes = [traced.values.dtype for traced in sequences]
+    dtype = max(dtypes, key=lambda candidate: candidate.itemsize, default=torch.uint8)
+    whole: list[Traced] = []
+    for ids, values in sequences:
+        tokens = len(ids)
+        rows = len(values)
+        if rows not in (tokens - 1, tokens):
+            raise ValueError(
+                f"the engine returned values for {rows} tokens of a sequence of {tokens}. Only the last may have none."
+            )
+        if values.dtype != dtype:
+            values = values.to(dtype).where(values != nothing(values.dtype), nothing(dtype))
+        if rows < tokens:
+            values = torch.cat([values, values.new_full((1, *values.shape[1:]), nothing(dtype))])
+        whole.append(Traced(ids, values))
+    return whole
 
 
 def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,23 @@ def test_an_engine_may_have_rows_for_layers_without_routers() -> None:
 def test_rows_that_an_engine_has_not_filled_in_are_refused(array: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_engine(array, range(len(array[0])))
+
+
+@pytest.mark.parametrize("highest", [200, 500])
+def test_an_expert_that_is_there_twice_is_found_in_any_two_places(highest: int) -> None:
+    """Of 8 places, in the second layer of the last token. The row before it has no route."""
+    experts = [highest, 0, 7, 3, 100, 64, 8, 1]
+    good = torch.tensor([[experts, experts[::-1]], [[-1] * 8, experts], [experts, experts]])
+    assert torch.equal(to_engine(from_engine(good, [0, 1])), good.int())
+    for one, other in itertools.combinations(range(8), 2):
+        bad = good.clone()
+        bad[2, 1, other] = bad[2, 1, one]
+        with pytest.raises(ValueError, match="token 2 in layer 1"):
+            from_engine(bad, [0, 1])
+
+
+def test_an_answer_without_tokens_has_no_routes() -> None:
+    assert from_engine(np.zeros((0, 2, 8), dtype="int32"), [0, 1]).shape == (0, 2, 8)
 
 
 @pytest.mark.parametrize("none", [255, -1])

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from benchmarks.padding import peak_bytes
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from tests.tools.sets import candidate_sets, lists
@@ -20,8 +21,10 @@ def same(found: CandidateSets, sets: list[list[int]]) -> bool:
     return is_typed and found.ids.tolist() == [*itertools.chain(*sets)] and found.offsets.tolist() == offsets
 
 
-def test_sets_are_built_read_joined_and_taken_like_lists() -> None:
+@pytest.mark.parametrize("at_a_time", [1, 2, 4, 100])
+def test_sets_are_built_read_joined_and_taken_like_lists(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 4 positions, each with none, one or three tokens. No token is in two sets, and no set is in order."""
+    monkeypatch.setattr(data, "_AT_A_TIME", at_a_time)
     ragged = [
         [[10 * i + 3 - j for j in range(size)] for i, size in enumerate(sizes)]
         for length in range(5)
@@ -74,3 +77,30 @@ def test_has_is_membership_and_an_empty_set_has_all() -> None:
     for tokens in itertools.product((0, 3, 5), (9, 0), (3, 7), (9, 3), (9, 4, 3, 5), (5, 9)):
         expected = [not each or token in each for token, each in zip(tokens, SETS, strict=True)]
         assert candidate_sets(SETS).has(torch.tensor(tokens)).tolist() == expected
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3, 100])
+def test_parts_of_sets_have_all_tokens(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`has` and `without_large` see each set whole, wherever a part ends."""
+    monkeypatch.setattr(data, "_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(data, "MAX_CANDIDATES", 2)
+    sets = candidate_sets(SETS)
+    for position, tokens in enumerate(SETS):
+        for token in tokens:
+            asked = torch.full((len(SETS),), -1)
+            asked[position] = token
+            assert sets.has(asked).tolist() == [not each or i == position for i, each in enumerate(SETS)]
+    assert same(sets.without_large(vocabulary=100), [each if len(each) <= 2 else [] for each in SETS])
+
+
+@pytest.mark.parametrize("call", ["take", "has", "without_large"])
+def test_no_call_needs_much_more_memory_than_the_tokens(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 sets of 512 tokens, as `top_k` alone keeps them. Indices of all tokens would take six times their memory."""
+    monkeypatch.setattr(data, "_AT_A_TIME", 4096)
+    number = 512
+    sets = CandidateSets.from_counts(torch.arange(number * number), torch.full((number,), number))
+    arguments = {"take": torch.arange(number), "has": torch.zeros(number), "without_large": 100_000}
+    monkeypatch.setattr(data, "MAX_CANDIDATES", number - 1)  # or nothing would be left out
+    _, peak = peak_bytes(lambda: getattr(sets, call)(arguments[call]))
+    # the tokens that are returned, and a part's indices and copies, at most 32 bytes for each of its tokens
+    assert 0 < peak <= sets.ids.nbytes + 32 * (4096 + number) + 100 * number

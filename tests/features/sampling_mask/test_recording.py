@@ -104,11 +104,11 @@ def test_sets_of_a_gpu_are_those_of_the_cpu_and_all_that_a_recording_holds() -> 
     expected = lists(generated("cpu").candidates(completions))
     with pretended_gpu():
         on_gpu = generated(CUDA)
+        assert bytes_held(on_gpu) == 8 * (rows + 1) * steps + 4 * int(is_kept.sum())
         sets = on_gpu.candidates(completions)
         assert sets.has(torch.tensor(list(itertools.chain(*completions)))).all()
         assert lists(sets) == expected
         trained = CandidateSets.cat([sets]).to(CUDA).take(torch.tensor([0, -1, 2], device=CUDA))
         assert lists(trained) == [expected[0], [], expected[2]]
-        assert bytes_held(on_gpu) == 8 * (rows + 1) * steps + 4 * int(is_kept.sum())
     tokens = [(step, row) for row, each in enumerate(completions) for step in range(len(each))]
     assert expected == [is_kept[place].nonzero().flatten().tolist() for place in tokens]

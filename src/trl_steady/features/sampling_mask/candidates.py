@@ -5,7 +5,7 @@ set stands for the whole vocabulary. It belongs to a token that was not sampled,
 among more than `MAX_CANDIDATES`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 MAX_CANDIDATES = 4096
 """Size of the largest set that is recorded. A larger set is replaced by the whole vocabulary."""
+_AT_A_TIME = 2**18
+"""Tokens of sets that are indexed at a time. Their indices would take six times the memory of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +74,32 @@ class CandidateSets:
         index = index.to(self.offsets.device)
         counts = torch.cat([self.counts, self.offsets.new_zeros(1)])[index]  # -1 is the last, an empty set
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        shifts = self.offsets[index] - offsets[:-1]
         sizes = counts.cpu()
-        shifts = (self.offsets[index] - offsets[:-1]).repeat_interleave(counts, output_size=int(sizes.sum()))
-        indices = torch.arange(len(shifts), device=index.device) + shifts
-        return CandidateSets(self.ids[indices], offsets, sizes)
+        ids = self.ids.new_empty(int(sizes.sum()))
+        for positions, tokens in _parts(sizes):
+            indices = torch.arange(tokens.start, tokens.stop, device=index.device)
+            indices += shifts[positions].repeat_interleave(counts[positions], output_size=len(indices))
+            ids[tokens] = self.ids[indices]
+        return CandidateSets(ids, offsets, sizes)
 
     def without_large(self, vocabulary: int) -> "CandidateSets":
         """Return the sets, with those of more than `MAX_CANDIDATES` tokens or of the whole vocabulary made empty."""
-        counts = self.counts
-        fits = _fits(counts, vocabulary)
-        return CandidateSets.from_counts(self.ids[fits[self.positions]], counts.where(fits, 0))
+        fits = _fits(self.counts, vocabulary)
+        if fits.all():
+            return self
+        return self.take(torch.arange(len(self), device=fits.device).where(fits, -1))
 
     def has(self, tokens: Tensor) -> Tensor:
         """Return (N,) bool, True where the token of a position is in its set. An empty set has all tokens."""
-        positions = self.positions
-        has_token = self.counts == 0
-        matches = self.ids == tokens.to(positions.device)[positions]
-        has_token[positions[matches]] = True
+        counts = self.counts
+        tokens = tokens.to(counts.device)
+        has_token = counts == 0
+        numbers = torch.arange(len(self), device=counts.device)
+        for positions, of_sets in _parts(counts.cpu()):
+            size = of_sets.stop - of_sets.start
+            owners = numbers[positions].repeat_interleave(counts[positions], output_size=size)
+            has_token[owners[self.ids[of_sets] == tokens[owners]]] = True
         return has_token
 
     def to(self, device: torch.device) -> "CandidateSets":
@@ -99,3 +110,20 @@ class CandidateSets:
 def _fits(counts: Tensor, vocabulary: int) -> Tensor:
     """Return bool, False for the size of a set that is replaced by the whole vocabulary."""
     return (counts <= MAX_CANDIDATES) & (counts < vocabulary)
+
+
+def _parts(sizes: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of positions and of the tokens of their sets, about `_AT_A_TIME` tokens at a time.
+
+    `sizes` (N,) are those of the sets, on the CPU. Empty sets at the end are left out.
+    """
+    ends = sizes.cumsum(0)
+    limits = torch.arange(_AT_A_TIME, int(sizes.sum()) + _AT_A_TIME, _AT_A_TIME)
+    stops = (torch.searchsorted(ends, limits) + 1).clamp(max=len(sizes)).unique()
+    position = 0
+    token = 0
+    for stop in stops.tolist():
+        end = int(ends[stop - 1])
+        yield slice(position, stop), slice(token, end)
+        position = stop
+        token = end

@@ -144,8 +144,9 @@ class SamplingMask(Feature):
         record = rollout.records[_COLUMN]
         if record.values is None:
             numbers = record.aligned(ids, mask)
-            candidates = CandidateSets.cat(record.candidates).to(ids.device)
-            record.values = candidates.take(numbers[:, -width:].flatten())
+            candidates = CandidateSets.cat(record.candidates)
+            record.candidates.clear()
+            record.values = candidates.take(numbers[:, -width:].flatten()).to(ids.device)
         return record.values
 
     # a pass
@@ -239,12 +240,17 @@ def take_candidates(engine: SteadyGeneration, completions: list[list[int]]) -> C
     parts: list[CandidateSets] = []
     for (ids, counts), completion in zip(engine.take(SAMPLING_MASK), completions, strict=True):
         sizes = counts[: len(completion)]  # a stop token that is not in the completion has a set too
-        parts.append(CandidateSets.from_counts(torch.from_numpy(ids[: sizes.sum()]), torch.from_numpy(sizes)))
-    candidates = CandidateSets.cat(parts)
-    pairs = candidates.positions * 2**32 + candidates.ids  # one number for each position and token
+        sets = CandidateSets.from_counts(torch.from_numpy(ids[: sizes.sum()]), torch.from_numpy(sizes))
+        if not _is_valid(sets):
+            raise ValueError(
+                f"{_OPTION}: vLLM returned a set of kept tokens with a token twice, or with a negative token id."
+            )
+        parts.append(sets)
+    return CandidateSets.cat(parts)
+
+
+def _is_valid(sets: CandidateSets) -> bool:
+    """Return True if no set has a token twice, or a negative token id."""
+    pairs = sets.positions * 2**32 + sets.ids  # one number for each position and token
     has_twice = (pairs.sort().values.diff() == 0).any()
-    if (candidates.ids < 0).any() or has_twice:
-        raise ValueError(
-            f"{_OPTION}: vLLM returned a set of kept tokens with a token twice, or with a negative token id."
-        )
-    return candidates
+    return not (has_twice or (sets.ids < 0).any())

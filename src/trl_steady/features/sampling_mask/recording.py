@@ -32,7 +32,8 @@ class CandidateRecorder(LogitsProcessor):
         for row, completion in enumerate(completions):
             steps = torch.arange(len(completion))
             parts.append(steps * len(completions) + row)
-        return CandidateSets.cat(self._steps).take(torch.cat(parts))
+        self._steps = [CandidateSets.cat(self._steps)]  # the parts would take the same memory again
+        return self._steps[0].take(torch.cat(parts))
 
 
 def refuse_other_modes(config: GenerationConfig) -> None:
