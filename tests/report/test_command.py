@@ -257,7 +257,8 @@ def test_the_first_line_says_what_was_looked_for_and_what_the_log_does_not_show(
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith(f"{file}: verl log, 9 of 300 steps, 9 logs: symptoms: ")
     assert (
-        "groups (not logged by verl)" in first and "policy (needs actor_rollout_ref.actor.calculate_entropy=True)" in first
+        "groups (not logged by verl)" in first
+        and "policy (needs actor_rollout_ref.actor.calculate_entropy=True)" in first
     )
     assert "KL (" in first and "reward (" not in first and "gradient (" not in first
 
