@@ -23,6 +23,7 @@ import trl_steady
 from tests.features.dynamic_sampling import tools as rounds
 from tests.features.generate_ahead import tools as ahead
 from tests.tools import engines, resumable, tiny
+from tests.tools.cases import cases
 from trl_steady import StepRewards
 
 engine, server = engines.engine, engines.server
@@ -37,7 +38,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "off": {},
 }
 EACH_TRAINER = pytest.mark.parametrize(
-    ("method", "feature"), [("GRPO", "all"), ("RLOO", "all"), ("PPO", "all"), ("GRPO", "ahead")]
+    ("method", "feature"), cases([("GRPO", "all"), ("PPO", "all"), ("RLOO", "all"), ("GRPO", "ahead")], fast=2)
 )
 
 

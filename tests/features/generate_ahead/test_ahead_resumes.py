@@ -47,7 +47,7 @@ SAVED: dict[str, Any] = {
             # two rollouts an epoch
             "an order of each epoch": {"build": {"train_dataset": tiny.dataset(8)}},
         }.items(),
-        fast=2,
+        fast=1,
     ),
 )
 def test_a_resume_from_each_step_equals_the_whole_run(

@@ -23,7 +23,7 @@ from tests.tools.cases import cases
 from trl_steady.features.reward_model.feature import RewardModel
 
 
-@pytest.mark.parametrize("kind", cases(resumable.KINDS, ("lora",)))
+@pytest.mark.parametrize("kind", cases(resumable.KINDS, fast=0))
 def test_a_killed_run_ends_as_if_it_had_not_been(kind: str, model_of: Any, tmp_path: Path) -> None:
     """Both have retrained the reward model twice, the second time with examples of the first."""
     model, killed, options = model_of(kind), tmp_path / "killed", resumable_options(kind)
