@@ -5,6 +5,7 @@ import math
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.features.dynamic_sampling.tools import PREFIX, build, chosen, everyth
 from tests.oracles import routes as routed_oracle
 from tests.tools import tiny
 from trl_steady import StepRewards
-from trl_steady.features.dynamic_sampling import DynamicSampling, step_range
+from trl_steady.features.dynamic_sampling import DynamicSampling, _Group, step_range
 
 METHODS = pytest.mark.parametrize("method", ["GRPO", "RLOO"])
 
@@ -309,6 +310,26 @@ def test_solved_and_hopeless_groups(models: dict[str, Path], tmp_path: Path) -> 
     reward = by_group([1.0] * 4, [0.5] * 4, [0.0] * 4, [0.0] * 4)
     trainer = tiny.train(build(models["dense"], tmp_path, reward=reward, dynamic_sampling_max_rounds=2))
     assert metric(trainer, f"{PREFIX}solved") == [0.25, 0.25] and metric(trainer, f"{PREFIX}hopeless") == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_first_rejected_slots_are_filled_whichever_process_found_the_group(
+    monkeypatch: pytest.MonkeyPatch, owner: int
+) -> None:
+    """Four groups of two, on two processes that are run one after the other. The first and the third are rejected."""
+    sent: list[Any] = []
+    monkeypatch.setattr(
+        "trl_steady.features.dynamic_sampling.gather_object", lambda moves: [*sent, *(sent.extend(moves) or moves)]
+    )
+    completions: dict[int, list[Any]] = {}
+    for rank in (owner, 1 - owner):
+        completions[rank] = list(range(4 * rank, 4 * rank + 4))
+        feature = object.__new__(DynamicSampling)
+        accelerator = SimpleNamespace(process_index=rank)
+        feature.trainer = SimpleNamespace(accelerator=accelerator, num_generations=2)  # type: ignore[assignment]
+        found: dict[int, Any] = {0: "first", 1: "second"} if rank == owner else {}
+        feature._fill(completions[rank], [0, 2], [_Group([owner, owner], found)])
+    assert completions[0] + completions[1] == ["first", "second", 2, 3, 4, 5, 6, 7]
 
 
 # errors
