@@ -242,7 +242,7 @@ class PaddingFree(Feature):
         last, share_of_last = groups.pop()
         total = torch.zeros((), device=trainer.accelerator.device)
         for group, share in groups:
-            compute = functools.partial(call_next, LossPass(loss.model, group))
+            compute = functools.partial(call_next, LossPass(loss.model, group, is_last=False))
             total += run_backward(trainer, loss.model, compute, share)
         with weigh_loss(trainer, share_of_last) as scaled:
             return total + scaled(call_next(LossPass(loss.model, last)))
