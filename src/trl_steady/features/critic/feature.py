@@ -21,7 +21,7 @@ from trl_steady.features.critic.scalar_head import ScalarHeadFeature
 from trl_steady.features.critic.targets import critic_targets
 from trl_steady.functional import values
 from trl_steady.losses import LOSSES
-from trl_steady.trl_bridge.loss import trl_token_weights
+from trl_steady.trl_bridge.loss import run_own_backward, trl_token_weights
 from trl_steady.trl_bridge.models import VALUE_ADAPTER, keep_parameters
 from trl_steady.trl_bridge.rollout import with_reference_log_probs
 
@@ -134,9 +134,11 @@ class Critic(ScalarHeadFeature):
     # a micro-batch
 
     def around_loss(self, loss: LossPass, call_next: Callable[[LossPass], Tensor]) -> Tensor:
-        """Return the policy's loss plus the critic's, which share no parameter. In warm-up the policy's is 0."""
-        # before the policy's pass, whose routes are replayed until backward ends
-        critic_loss = self._loss(loss.inputs)
+        """Return the policy's loss plus the critic's, which share no parameter. In warm-up the policy's is 0.
+
+        The critic's backward pass runs first, so that memory holds one of the two graphs at a time.
+        """
+        critic_loss = run_own_backward(self.trainer, loss, functools.partial(self._loss, loss.inputs))
         policy_loss = call_next(loss)
         if self.is_warming_up:
             policy_loss = 0.0 * policy_loss

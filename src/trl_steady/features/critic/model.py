@@ -50,6 +50,7 @@ class ScalarHeadModel(Scorer):
         self._adapter_layers = [
             layer for layer in backbone.modules() if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)
         ]
+        self._linear_layers = [layer for layer in self._adapter_layers if _is_linear(layer, adapter)]
 
     @property
     def bare(self) -> PreTrainedModel:
@@ -109,11 +110,15 @@ class ScalarHeadModel(Scorer):
                 layer._active_adapter = [self.adapter]
                 # a layer without LoRA has no part in the adapter, and runs what it wraps only while it is disabled
                 layer._disable_adapters = not isinstance(layer, LoraLayer)
+            for layer in self._linear_layers:
+                vars(layer)["_cast_input_dtype"] = _cast_outside_autocast
             yield
         finally:
             for layer, active_adapter, is_disabled in before:
                 layer._active_adapter = active_adapter
                 layer._disable_adapters = is_disabled
+            for layer in self._linear_layers:
+                vars(layer).pop("_cast_input_dtype", None)
 
     def _recomputation_contexts(self) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts that let gradient checkpointing recompute layers with the model's adapter in backward."""
@@ -146,3 +151,19 @@ class ScalarHeadModel(Scorer):
         """Make the head a module of the PEFT policy, under a name of the adapter. FSDP2 then shards it."""
         assert self.adapter is not None
         self.backbone.add_module(POLICY_HEAD, torch.nn.ModuleDict({self.adapter: self.head}))
+
+
+def _is_linear(layer: torch.nn.Module, adapter: str | None) -> bool:
+    """Return True if the adapter in a layer is two products, without dropout or a variant of LoRA such as DoRA."""
+    if adapter is None or not isinstance(layer, LoraLayer) or adapter in layer.lora_variant:
+        return False
+    if adapter not in layer.lora_A or not isinstance(layer.lora_A[adapter], torch.nn.Linear):
+        return False
+    return isinstance(layer.lora_dropout[adapter], torch.nn.Identity)
+
+
+def _cast_outside_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the input of an adapter as PEFT does, without the float32 copy that autocast would cast back."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(dtype)

@@ -269,10 +269,10 @@ class PaddingFree(Feature):
         last = groups.pop()
         total = torch.zeros((), device=trainer.accelerator.device)
         for group in groups:
-            compute = functools.partial(self._group_loss, loss.model, group, call_next)
+            compute = functools.partial(self._group_loss, loss.model, group, call_next, is_last=False)
             total += run_backward(trainer, loss.model, compute, group.share)
         with weigh_loss(trainer, last.share) as scaled:
-            return total + scaled(self._group_loss(loss.model, last, call_next)) + added
+            return total + scaled(self._group_loss(loss.model, last, call_next, is_last=True)) + added
 
     def _run_script(self, loss: LossPass, methods: str) -> tuple[Mapping[str, Any], Tensor]:
         """Run a script's `_compute_loss` on one of TRL's micro-batches.
@@ -290,12 +290,14 @@ class PaddingFree(Feature):
         self.refuse(f"token_budget={self.args.token_budget}", why_not)
         return done.passed_on[0], done.total
 
-    def _group_loss(self, model: torch.nn.Module, group: _Group, call_next: Callable[[LossPass], Tensor]) -> Tensor:
+    def _group_loss(
+        self, model: torch.nn.Module, group: _Group, call_next: Callable[[LossPass], Tensor], *, is_last: bool
+    ) -> Tensor:
         below_script = contextlib.nullcontext()
         if group.passed_on is not None:
             below_script = self.trainer.below_script_loss(group.passed_on)
         with below_script:
-            return call_next(LossPass(model, group.inputs))
+            return call_next(LossPass(model, group.inputs, is_last=is_last))
 
     def _regrouped(self, model: torch.nn.Module, waiting: Sequence[_MicroBatch]) -> Iterator[_Group]:
         """Yield the micro-batches of the budget."""
