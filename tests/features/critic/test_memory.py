@@ -50,11 +50,11 @@ def test_the_critics_graph_is_gone_when_the_policys_forward_begins(
                 saved.append(len(of_critic))
             return values
 
-        def _compute_loss(self, *arguments: Any, **keywords: Any) -> Tensor:
+        def _policy_loss(self, *arguments: Any, **keywords: Any) -> Tensor:
             gc.collect()
             gradients = critics.gradients(critic_parameters(self))
             left.append((len(of_critic), any(gradient.any() for gradient in gradients.values())))
-            return super()._compute_loss(*arguments, **keywords)
+            return super()._policy_loss(*arguments, **keywords)
 
     monkeypatch.setattr(trl_steady, "PPOTrainer", Watched)
     build(model_of(kind), tmp_path, known=True, max_steps=2, **KINDS[kind], **options).train()
