@@ -188,7 +188,7 @@ def test_a_log_beside_the_checkpoints_says_what_came_after_them(
     history = History.read(tmp_path)
     assert history["reward"].values.tolist() == [step / 100 for step in range(1, 17)]
     assert cli.main(["report", str(tmp_path)]) == 0
-    assert "16 steps, 16 logs; the steps after 10 are from train.log: " in capsys.readouterr().out
+    assert "16 steps, 16 logs (the steps after 10 are from train.log): " in capsys.readouterr().out
     log.write_text("\n".join(f"step {step}/40  reward {step / 100:.2f}  KL 0.01  12 s" for step in range(1, 14)))
     assert History.read(tmp_path).last_step == 13
     log.write_text("\n".join(f"step {step}/40  reward 0.90  KL 0.01  12 s" for step in range(1, 14)))

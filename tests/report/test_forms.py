@@ -130,7 +130,7 @@ def test_steps_are_counted_where_all_bars_come_first() -> None:
     bars = "".join(bar(step) for step in range(41))
     log = read_records(records((bars.replace("\r", "\n") + "\n" + "\n".join(map(printed, range(1, 9)))).split("\n")))
     assert [row["step"] for row in log.rows] == [5, 10, 15, 20, 25, 30, 35, 40]
-    assert log.remarks == ["the log has no steps: each log counts as 5"]
+    assert log.remarks == ["each log counts as 5 steps"]
 
 
 def test_bars_of_other_things_are_no_steps() -> None:
@@ -228,10 +228,105 @@ def test_a_csv_of_several_runs_is_read_for_the_first(tmp_path: Path) -> None:
 
 def test_a_log_that_is_cut_at_both_ends_keeps_what_it_has() -> None:
     first = printed(1)[20:]
-    last = printed(4)[: printed(4).index(", 'reward_std")]
+    last = printed(4)[: printed(4).index("0.1, 'kl")]  # of the last number, the end may be lost
     rows = read("\n".join([first, printed(2), printed(3), last]))
     assert [row["reward"] for row in rows] == [0.1, 0.2, 0.3, 0.4]
     assert "loss" not in rows[0] and "kl" not in rows[-1]
+
+
+def test_the_start_of_a_record_is_no_row_and_a_number_that_was_cut_is_not_believed() -> None:
+    assert [*rewards(printed(1) + "\n{'loss': 0.0, 'grad_norm': 0.0, 'learning_rate'")] == [1]
+    cut = str({"reward": 0.2, "reward_std": 0.1, "grad_norm": 2e-05}).removesuffix("e-05}")
+    assert "grad_norm" not in read(printed(1) + "\n" + cut)[-1]
+
+
+@pytest.mark.parametrize(("logs", "end", "every"), [(93, 1875, 20), (3, 10, 3), (5, 50, 10)])
+def test_logs_of_a_run_that_has_ended_share_its_steps(logs: int, end: int, every: int) -> None:
+    """A run of 1875 steps that logs each 20 has 93 logs. Python has held them back until the bar was at its end."""
+    bars = "".join(bar(step, end) for step in range(end + 1)).replace("\r", "\n")
+    lines = [bars, *map(printed, range(1, logs + 1)), "{'train_runtime': 6704, 'train_loss': 0.1}"]
+    log = read_records(records("\n".join(lines).split("\n")))
+    assert [row["step"] for row in log.rows] == [every * (number + 1) for number in range(logs)] and log.has_ended
+
+
+def test_one_log_has_the_step_of_the_bar() -> None:
+    lines = [bar(10, 14), printed(1), bar(14, 14), "{'train_runtime': 6704, 'train_loss': 0.1}"]
+    assert [row["step"] for row in read("\n".join(lines).replace("\r", "\n"))] == [10]
+
+
+def test_bars_without_a_picture_are_bars() -> None:
+    text = "\n".join(f"{step:3d}% {step}/100 [02:39<49:30, 31.26s/it]\n{printed(step)}" for step in (5, 10, 15))
+    assert [row["step"] for row in read(text)] == [5, 10, 15]
+
+
+def test_the_table_of_a_notebook_is_read_behind_its_bar(tmp_path: Path) -> None:
+    rows = "".join(f"<tr><td>{step}</td><td>0.0</td><td>{step / 10}</td></tr>" for step in (1, 2))
+    html = (
+        f"[2/2 1:11:48, Epoch 1/2]\n<table><tr><th>Step</th><th>Training Loss</th><th>reward</th></tr>{rows}</table>"
+    )
+    output = {"data": {"text/html": [html]}, "output_type": "display_data"}
+    (tmp_path / "run.ipynb").write_text(json.dumps({"nbformat": 4, "cells": [{"outputs": [output]}]}))
+    assert History.read(tmp_path / "run.ipynb")["reward"].values.tolist() == [0.1, 0.2]
+
+
+def test_json_lines_are_read_although_the_last_has_the_whole_log(tmp_path: Path) -> None:
+    """ms-swift ends its file so. Half of a trainer_state.json is still refused."""
+    row = {**TRAINED, "global_step/max_steps": "1/1"}
+    file = tmp_path / "logging.jsonl"
+    file.write_text(f"{json.dumps(row)}\n{json.dumps({'train_runtime': 1.0, 'log_history': [row]})}\n")
+    assert History.read(file)["reward"].values.tolist() == [0.5]
+    file.write_text(json.dumps({"log_history": [row]}, indent=1)[:-20])
+    with pytest.raises(ValueError, match="cut off or damaged"):
+        History.read(file)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_log_that_tells_its_end_is_over_however_new_the_file(tmp_path: Path, ended: bool) -> None:
+    end = "\n{'train_runtime': 6704, 'train_loss': 0.1}" if ended else ""
+    (tmp_path / "log").write_text(bar(10, 14).strip() + f"\n{printed(1)}{end}\n")
+    assert History.read(tmp_path / "log").is_over is ended
+
+
+def test_names_whose_slashes_an_export_has_replaced_are_those_of_verl(tmp_path: Path) -> None:
+    names = [
+        "actor_entropy",
+        "actor_pg_loss",
+        "actor_grad_norm",
+        "actor_lr",
+        "critic_score_mean",
+        "response_length_mean",
+    ]
+    (tmp_path / "log").write_text(",".join(["step", *names]) + "\n1,0.3,0.01,0.4,1e-06,0.25,300\n")
+    history = History.read(tmp_path / "log")
+    assert history.framework == "verl" and history["reward"].values.tolist() == [0.25]
+    (tmp_path / "log").write_text(
+        "Global step 1: {'actor_lr': 1e-06, 'actor_grad_norm': 0.5, 'reward': 0.5, 'kl': 0.1}"
+    )
+    assert History.read(tmp_path / "log").framework == "OpenRLHF"
+
+
+def test_a_row_that_lacks_the_best_name_is_read_by_the_next() -> None:
+    rows = [
+        "{'actor_grad_norm': 0.5, 'reward': 0.9, 'rollout/reward_mean': 0.25}",
+        "{'actor_grad_norm': 0.5, 'reward': 0.5}",
+    ]
+    assert rewards("\n".join(f"Global step {step}: {row}" for step, row in enumerate(rows, 1))) == {1: 0.25, 2: 0.5}
+
+
+def test_a_line_of_slimes_trainer_is_slimes() -> None:
+    line = "step 1: {'train/loss': 0.1, 'train/pg_loss': 0.1, 'train/kl_loss': 0.62, 'train/lr-pg_0': 1e-06}"
+    assert read_records(records([line])).framework.title == "slime"
+
+
+def test_a_loop_of_ones_own_can_call_its_reward_a_mean() -> None:
+    line = "GRPO step {0}/500 | loss: 0.1 | mean_reward: 0.{0} | KL: 0.01 | clip_frac: 0.125 | lr: 0.000001"
+    rows = read("\n".join(line.format(step) for step in (1, 2)))
+    assert [(row["reward"], row["kl"], row["clip_ratio/region_mean"]) for row in rows] == [
+        (0.1, 0.01, 0.125),
+        (0.2, 0.01, 0.125),
+    ]
+    of_a_reward_model = "{'loss': 0.5, 'min_reward': 0.1, 'max_reward': 0.9, 'mean_reward': 0.5, 'margin': 0.2}"
+    assert "reward" not in {name for row in read(of_a_reward_model) for name in row}
 
 
 # One run in many forms.

@@ -138,6 +138,55 @@ def test_a_run_that_warms_up_is_judged_by_the_steps_that_are_planned(tmp_path: P
     assert found == [[], ["policy-still"]]
 
 
+@pytest.mark.parametrize("high", [0.008, 0.4])
+def test_one_success_in_a_hundred_answers_is_no_reward_to_lose(high: float) -> None:
+    logged = rows(49, lambda done, random: {"reward": high if 0.1 < done < 0.3 else 0.0, "grad_norm": 0.0})
+    found = said(logged)
+    assert ("reward-falls" in found) is (high > 0.05)
+
+
+def test_without_a_share_of_equal_groups_a_reward_of_0_tells_that_all_are_wrong() -> None:
+    logged = rows(49, lambda done, random: {"reward": 0.008 * (0.4 < done < 0.45), "grad_norm": 0.0})
+    assert said(logged)["gradient-zero"].cause == "groups-all-wrong"
+
+
+@pytest.mark.parametrize("first", [5.0, 1e4])
+def test_a_kl_that_is_huge_in_the_first_log_heads_the_verdict_although_it_falls(first: float) -> None:
+    def broken(done: float, random: np.random.Generator) -> Row:
+        return {"reward": 0.0, "kl": first * 1e-4**done, "completions/clipped_ratio": 1.0, "reward_std": 0.0}
+
+    found = said(rows(20, broken))
+    assert ("kl-explodes" in found) is (first > 10)
+    assert found["answers-cut-off"].cause == ("kl-explodes" if first > 10 else "")
+
+
+def test_a_kl_that_stays_high_for_nothing_has_not_passed() -> None:
+    """It rises in the first fifth, and then a reward that ripples gains nothing."""
+
+    def far(done: float, random: np.random.Generator) -> Row:
+        return {"reward": 0.7 + 0.03 * random.standard_normal(), "kl": 2.5 * min(5 * done, 1)}
+
+    findings = diagnose(History(rows(90, far)))[0]
+    assert [finding.passed for finding in findings if finding.symptom.name == "kl-rises"] == [None]
+
+
+def test_a_gap_in_a_log_is_no_missing_reward() -> None:
+    logged = [row for row in rows(400, lambda done, random: {"reward": done}, 10) if not 40 < row["step"] < 370]
+    assert "reward-missing" not in said(logged)
+
+
+def test_a_log_without_a_reward_is_judged_by_what_it_has() -> None:
+    logged = rows(20, lambda done, random: {"kl": 50.0, "mismatch/kl": 0.001})
+    findings = diagnose(History(logged, framework="slime"))[0]
+    assert [finding.symptom.name for finding in findings] == ["kl-explodes"]
+    assert "not in this log: reward" in verdict(findings) and "too few" not in verdict(findings)
+
+
+def test_one_log_of_a_run_that_goes_on_is_too_few() -> None:
+    findings = diagnose(History([{"step": 1, "reward": 0.5}], is_over=False))[0]
+    assert verdict(findings).startswith("1 rollout: too few")
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e300])
 def test_no_function_raises_on_strange_numbers(value: float) -> None:
     keys = {key for row in healthy(0, 200) for key in row} - {"step"}

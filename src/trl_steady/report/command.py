@@ -90,7 +90,7 @@ def _read(paths: Sequence[str], *, join: bool) -> dict[str, History]:
 
 
 def _about(run: History) -> str:
-    """Return which log this is, how far the run is, and how it was read: "verl log, 192 of 300 steps, 192 logs"."""
+    """Return which log this is, how far the run is, and how it was read: "verl log, 9 steps, 9 logs (from a.log)"."""
     title = run.framework
     if "notes" in run.run:  # of steady.json
         title = "trl-steady"
@@ -99,7 +99,10 @@ def _about(run: History) -> str:
     if planned > run.last_step:
         steps = f"{run.last_step} of {counted(planned, 'step')}"
     logs = max((len(run[key].steps) for key in run.keys), default=0)
-    return "; ".join([f"{title} log, {steps}, {counted(logs, 'log')}", *run.remarks])
+    about = f"{title} log, {steps}, {counted(logs, 'log')}"
+    if run.remarks:
+        about += f" ({', '.join(run.remarks)})"
+    return about
 
 
 def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) -> None:

@@ -8,6 +8,7 @@ from html import unescape
 from typing import Any
 
 from trl_steady.report.forms import Record, number, records
+from trl_steady.report.frameworks import STEPS
 
 _WRAPPERS = ("data", "metrics", "logs", "scalars")  # objects that hold all metrics of a row
 _LISTS = ("log_history", "history", "rows", "data")
@@ -108,12 +109,9 @@ def _objects(parents: object, name: str) -> Iterator[Mapping[str, Any]]:
 def _table_text(html: str) -> str:
     """Return a table of HTML with a line for each row, and tabs between its columns."""
     html = re.sub(r"\s*\n\s*", " ", html)
-    html = re.sub(r"</tr\s*>", "\n", html)
+    html = re.sub(r"<table\b|<tr\b|</tr\s*>", r"\n\g<0>", html)  # a progress bar can stand before the table
     html = re.sub(r"\s*</t[dh]\s*>\s*(?=<t[dh])", "\t", html)
     return unescape(re.sub(r"<[^>]*>", "", html))
-
-
-_STEPS = {"Step", "_step", "step", "global_step", "training_step", "train/global_step", "training/global_step"}
 
 
 def csv_columns(line: str) -> list[str]:
@@ -123,7 +121,7 @@ def csv_columns(line: str) -> list[str]:
     except csv.Error:
         return []
     names = [_column(name) for name in columns]
-    if len(columns) < 2 or _STEPS.isdisjoint(names):
+    if len(columns) < 2 or STEPS.isdisjoint(names):
         return []
     return columns
 

@@ -24,6 +24,8 @@ class Record(NamedTuple):
     values: dict[str, float]
     last: int | None = None
     """The step at which the run will end."""
+    is_cut: bool = False
+    """True for a dictionary without its end."""
 
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -186,20 +188,20 @@ def _joined(held: list[str]) -> str:
 
 # Forms of one line.
 
-_BAR = re.compile(r"\d{1,3}%\|[^|\n]*\|\s*(\d+)/(\d+) \[")
+_BAR = re.compile(r"\b\d{1,3}%(?:\|[^|\n]*\|)?\s*(\d+)/(\d+) \[")  # pages drop the picture of a bar
 _NOTEBOOK_BAR = re.compile(r"\[\s*(\d+)/(\d+) \d+:\d\d[^\]]*\bEpoch\b")
 
 
 def bars(line: str) -> list[Record]:
     """Return the progress bars of a line, of tqdm and of notebooks."""
     found: list[Record] = []
-    if "%|" in line:
+    if "%" in line and "/" in line:
         end = 0
         for match in _BAR.finditer(line):
             label = line[end : match.start()].rpartition("]")[2].strip(" :")
             found.append(Record("bar", label, int(match[1]), {}, int(match[2])))
             end = match.end()
-    elif "Epoch" in line:
+    if "Epoch" in line:
         for match in _NOTEBOOK_BAR.finditer(line):
             found.append(Record("bar", "", int(match[1]), {}, int(match[2])))
     return found
@@ -300,10 +302,13 @@ def dicts(line: str) -> list[Record]:
     """
     found: list[Record] = []
     if "{" in line:
-        for label, step, last, body, _ in _DICT.findall(line):
+        for label, step, last, body, end in _DICT.findall(line):
+            is_cut = end != "}"
+            if is_cut:
+                body = body.rpartition(",")[0]  # of the last number, some digits can be lost
             values, strings = _dict_values(body)
             if len(values) > strings:
-                found.append(_record("dict", label, step, last, values))
+                found.append(_record("dict", label, step, last, values)._replace(is_cut=is_cut))
     elif "}" in line and _HALF_DICT.match(line):
         values, strings = _dict_values(line)
         if len(values) > max(strings, 2):

@@ -42,6 +42,7 @@ class Framework(NamedTuple):
     signs: Sequence[re.Pattern[str]]
     form: str
     steps: Sequence[str]
+    calls: Sequence[str]
     kept_only: Sequence[str]
     names: Mapping[str, Alias]
     """Raw name -> alias, best first. A "*" stands for a word."""
@@ -99,6 +100,7 @@ def _framework(name: str, table: Mapping[str, Any]) -> Framework:
         signs=[re.compile(sign) for sign in table["signs"]],
         form=table.get("form", ""),
         steps=table["steps"],
+        calls=table.get("calls", ()),
         kept_only=table.get("kept_only", ()),
         names=names,
         never=table.get("never", {}),
@@ -110,6 +112,8 @@ def _framework(name: str, table: Mapping[str, Any]) -> Framework:
 _TABLES = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text(encoding="utf-8"))
 FRAMEWORKS: Mapping[str, Framework] = {name: _framework(name, table) for name, table in _TABLES.items()}
 TRL = FRAMEWORKS["trl"]
+STEPS = frozenset(step for framework in FRAMEWORKS.values() for step in framework.steps)
+"""Metrics that are the optimizer step in the log of some framework."""
 _BY_TITLE: Mapping[str, Framework] = {framework.title: framework for framework in FRAMEWORKS.values()}
 
 AREAS: Mapping[str, Sequence[str]] = {
@@ -167,6 +171,55 @@ def todays_names(keys: Iterable[str]) -> dict[str, str]:
     return renamed
 
 
+_OF_OWN_LOOPS: Mapping[str, str] = {
+    "mean_reward": "reward",
+    "avg_reward": "reward",
+    "average_reward": "reward",
+    "reward_mean": "reward",
+    "KL": "kl",
+    "kl_divergence": "kl",
+    "clip_frac": "clip_ratio/region_mean",
+    "clipfrac": "clip_ratio/region_mean",
+    "lr": "learning_rate",
+}
+
+
+def names_of_own_loops(keys: Iterable[str]) -> dict[str, str]:
+    """Return name -> TRL's, for the log of a loop that somebody has written: a mean reward, and no "reward"."""
+    keys = set(keys)
+    renamed: dict[str, str] = {}
+    for key, ours in _OF_OWN_LOOPS.items():
+        if key in keys and ours not in keys and ours not in renamed.values():
+            renamed[key] = ours
+    if "reward" not in renamed.values() or _tasks(keys):
+        return {}
+    return renamed
+
+
+def with_slashes(raws: Iterable[str]) -> dict[str, str]:
+    """Return name -> the name that a framework logs, where the slashes of these have become "_", as some exports do.
+
+    A few of another framework's names look so too (OpenRLHF's "actor_lr"). They do not count.
+    """
+    raws = set(raws)
+    best: dict[str, str] = {}
+    most = 2
+    for framework in FRAMEWORKS.values():
+        found: dict[str, str] = {}
+        for raw in (*framework.names, *framework.never, *framework.steps):
+            plain = raw.replace("/", "_")
+            if plain != raw and plain in raws and raw not in raws:
+                found[plain] = raw
+        count = len(found.keys() - _PLAIN_NAMES)
+        if count > most:
+            best = found
+            most = count
+    return best
+
+
+_PLAIN_NAMES = frozenset(name for framework in FRAMEWORKS.values() for name in (*framework.names, *framework.never))
+
+
 _OF_ANSWERS = OUTCOMES - {"loss", "grad_norm", "entropy", "kl"}
 _OF_TASKS: Mapping[str, Sequence[str]] = {
     "DPO": ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
@@ -181,10 +234,8 @@ def other_task(keys: Iterable[str]) -> str:
     metrics = {key for key in keys if not key.startswith("train_") and key not in ("epoch", "total_flos")}
     if not metrics or "reward" in metrics:
         return ""
-    for task, names in _OF_TASKS.items():
-        found = [name for name in names if name in metrics or f"{name}/mean" in metrics]
-        if len(found) >= 2:
-            return f"This is a log of {task}: it has {', '.join(found)}."
+    for task, found in _tasks(metrics).items():
+        return f"This is a log of {task}: it has {', '.join(found)}."
     if not metrics.isdisjoint(_OF_ANSWERS):
         return ""
     of_training = {key for key in metrics if not key.startswith("eval_")}
@@ -195,12 +246,27 @@ def other_task(keys: Iterable[str]) -> str:
     return f"There is no metric named reward, so this is no log of GRPO, RLOO or PPO that can be read. It has {shown}."
 
 
+def _tasks(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Return the other tasks that have at least two of these names, with those names."""
+    keys = set(keys)
+    tasks: dict[str, list[str]] = {}
+    for task, names in _OF_TASKS.items():
+        found = [name for name in names if name in keys or f"{name}/mean" in keys]
+        if len(found) >= 2:
+            tasks[task] = found
+    return tasks
+
+
 def blind(keys: Iterable[str], framework: Framework) -> list[str]:
     """Return the areas that a log does not show, each with the option with which the framework logs it."""
     keys = set(keys)
     areas: list[str] = []
     for area, metrics in AREAS.items():
-        if area in framework.opens and keys.isdisjoint(metrics):
+        if not keys.isdisjoint(metrics):
+            continue
+        if area == "reward":
+            areas.append(area)
+        elif area in framework.opens:
             option = framework.opens[area]
             how = f"needs {option}" if option else f"not logged by {framework.title}"
             areas.append(f"{area} ({how})")

@@ -9,11 +9,20 @@ from typing import NamedTuple
 import numpy as np
 
 from trl_steady.report.forms import Record, Rounded
-from trl_steady.report.frameworks import FINE, OUTCOMES, TRL, Alias, Framework, recognised, todays_names
+from trl_steady.report.frameworks import (
+    FINE,
+    OUTCOMES,
+    TRL,
+    Alias,
+    Framework,
+    names_of_own_loops,
+    recognised,
+    todays_names,
+    with_slashes,
+)
 
-_STEPS = ("step", "global_step", "train/global_step", "training/global_step", "Step", "_step")
-_CALLS = ("_step", "Step")  # W&B counts calls of log(), and its tables and CSV name them so
 _MOST_STEPS = 2**53  # a damaged file can have any number
+_FIRST = {"loss", "grad_norm"}  # what transformers prints before the metrics of the answers
 _LARGEST_ENTROPY = 13.0  # nats: above the logarithm of any vocabulary, so that it is a sum over tokens
 
 
@@ -29,6 +38,8 @@ class Log(NamedTuple):
     """Sentences about what was read, and how."""
     seen: str
     """What the log has, for an error if it has no row."""
+    has_ended: bool
+    """True if the log says that the run has ended."""
 
 
 def read_records(records: Iterable[Record]) -> Log:
@@ -43,10 +54,14 @@ def read_records(records: Iterable[Record]) -> Log:
     for record in shown:
         names.update(record.values.keys())
         forms.add(f"{record.form} {record.label}".strip())
+    slashed = with_slashes(names)
+    if slashed:
+        names = Counter({slashed.get(raw, raw): count for raw, count in names.items()})
+        shown = [_renamed(record, slashed) for record in shown]
     framework = recognised(names, forms)
     remarks: list[str] = []
     bar = _training_bar(shown)
-    metrics = _Names(framework, names)
+    metrics = _Names(framework, names, shown)
     rows: list[_Row] = []
     place = 0
     is_over = False
@@ -59,14 +74,17 @@ def read_records(records: Iterable[Record]) -> Log:
             is_over = True
             continue
         row = metrics.row(record, place)
-        if row is not None:
-            rows.append(row)
+        if row is None:
+            continue
+        rows.append(row)
+        if not row.is_eval:  # another run follows, as GRPO follows SFT
+            is_over = False
     rows = _without_strange(_without_repeated(rows))
     last = max((row.last for row in rows), default=0) or bar
     remarks += _count_steps(rows, bar, is_over)
     _count_updates(rows)
     for row in rows:
-        if row.name_of_step in _CALLS and row.form == "row":
+        if row.name_of_step in TRL.calls and row.form == "row":
             remarks.append("its steps are those of W&B, which counts calls of log()")
             break
     flags = metrics.flags(rows)
@@ -76,7 +94,11 @@ def read_records(records: Iterable[Record]) -> Log:
         remarks.append("kl is negative, so it is k1, and is not read")
         for row in merged:
             row.pop("kl", None)
-    return Log(merged, framework, flags, last, remarks, _seen(shown, bar, place))
+    return Log(merged, framework, flags, last, remarks, _seen(shown, bar, place), is_over)
+
+
+def _renamed(record: Record, names: Mapping[str, str]) -> Record:
+    return record._replace(values={names.get(raw, raw): value for raw, value in record.values.items()})
 
 
 class _Row(NamedTuple):
@@ -96,11 +118,13 @@ class _Row(NamedTuple):
 class _Names:
     """The names of a log, and ours for them."""
 
-    def __init__(self, framework: Framework, names: Counter[str]) -> None:
+    def __init__(self, framework: Framework, names: Counter[str], records: Sequence[Record]) -> None:
         self._framework = framework
         self._names = names
-        self._steps = [name for name in (*framework.steps, *_STEPS) if name in names]
+        self._steps = [name for name in (*framework.steps, *TRL.steps) if name in names]
+        self._others: defaultdict[str, list[Alias]] = defaultdict(list)  # raw name -> others of the same meaning
         self._read = self._best()
+        self._kinds = self._kinds_with(self._others, records)
         self._ours: dict[str, str] = {}
         for raw in names:
             if raw in self._read:
@@ -111,25 +135,50 @@ class _Names:
                 self._ours[raw] = f"{framework.name}:{raw}"
         self._fine = [raw for raw, ours in self._ours.items() if ours in FINE]
         self._scaled = {raw: alias.scale for raw, alias in self._read.items() if alias.scale != 1}
-        self._outcomes = {raw for raw, ours in self._ours.items() if ours in OUTCOMES}
 
     def _best(self) -> dict[str, Alias]:
         """Return raw name -> alias, one for each of our names."""
         framework = self._framework
         if framework is TRL:
             plain = {_unprefixed(raw, framework): raw for raw in self._names}
-            old = todays_names(plain)
+            old = names_of_own_loops(plain) | todays_names(plain)
             return {plain[raw]: Alias(raw, ours, "", "", "", "") for raw, ours in old.items()}
-        best: dict[str, tuple[int, str, Alias]] = {}
+        ranked: defaultdict[str, list[tuple[int, str, Alias]]] = defaultdict(list)
         for raw in self._names:
             plain = _unprefixed(raw, framework)
             alias = framework.alias(plain)
-            if alias is None:
+            if alias is not None:
+                ranked[alias.ours].append((framework.rank(plain), raw, alias._replace(raw=raw)))
+        best: dict[str, Alias] = {}
+        for choices in ranked.values():
+            (_, raw, alias), *others = sorted(choices)
+            best[raw] = alias
+            for _, _, other in others:
+                if other.flags == alias.flags:
+                    self._others[raw].append(other)
+        return best
+
+    @staticmethod
+    def _kinds_with(raws: Iterable[str], records: Sequence[Record]) -> dict[str, set[tuple[str, str]]]:
+        """Return name -> the kinds of lines that have it."""
+        kinds: dict[str, set[tuple[str, str]]] = {raw: set() for raw in raws}
+        for raw, found in kinds.items():
+            for record in records:
+                if raw in record.values:
+                    found.add((record.form, record.label))
+        return kinds
+
+    def _fill(self, values: dict[str, float], record: Record) -> None:
+        """Read a metric by another name in a row that lacks its best, if other lines of this kind have that."""
+        for raw, others in self._others.items():
+            ours = self._ours[raw]
+            if ours in values or (record.form, record.label) not in self._kinds[raw]:
                 continue
-            rank = framework.rank(plain)
-            if alias.ours not in best or rank < best[alias.ours][0]:
-                best[alias.ours] = (rank, raw, alias)
-        return {raw: alias for _, raw, alias in best.values()}
+            for other in others:
+                value = record.values.get(other.raw)
+                if value is not None and not isinstance(value, Rounded):
+                    values[ours] = value * other.scale
+                    break
 
     def row(self, record: Record, place: int) -> _Row | None:
         """Return the row of a record with our names; None if it has no metric of training or of an evaluation."""
@@ -141,7 +190,10 @@ class _Names:
         for raw, scale in self._scaled.items():
             if ours[raw] in values:
                 values[ours[raw]] *= scale
-        outcomes = self._outcomes & record.values.keys()
+        self._fill(values, record)
+        outcomes = OUTCOMES & values.keys()
+        if record.is_cut and outcomes and outcomes <= _FIRST:
+            return None
         is_eval = "reward" not in values and any(key.startswith("eval_") for key in values)
         least = 1
         if self._framework is TRL and record.form == "dict":
@@ -227,7 +279,7 @@ def _count_steps(rows: list[_Row], bar: int, is_over: bool) -> list[str]:
     without = [index for index, row in enumerate(rows) if row.step is None and not row.is_eval]
     counted: list[str] = []
     if without and len(without) < len([row for row in rows if not row.is_eval]):
-        counted.append(f"{len(without)} records without a step are left out")
+        counted.append(f"records without a step are left out ({len(without)})")
     elif without:
         steps, how = _steps([rows[index].place for index in without], bar, is_over)
         for index, step in zip(without, steps, strict=True):
@@ -256,13 +308,33 @@ def _steps(places: Sequence[int], bar: int, is_over: bool) -> tuple[list[int], s
         steps = [place + first - places[0] for place in places]
         if not gaps.all():  # a bar was left out
             steps = [first + index * every for index in range(len(places))]
-        return steps, "the log has no steps: they are those of its progress bar"
-    every = 1
-    end = bar if is_over else max(places)
-    if end and end % len(places) == 0:
-        every = end // len(places)
+        return steps, "steps of its progress bar"
+    count = len(places)
+    if count == 1:
+        every = max(places[0], 1)
+        if (every + 1) % 10 == 0:  # logging_steps is 10 by default, and the bar can be drawn behind the row
+            every += 1
+    else:
+        every = _every(count, bar) if is_over else _divided(max(places), count)
     steps = [every * (index + 1) for index in range(len(places))]
-    return steps, f"the log has no steps: each log counts as {every}"
+    if every == 1:
+        return steps, "each log counts as a step"
+    return steps, f"each log counts as {every} steps"
+
+
+def _every(count: int, end: int) -> int:
+    """Return the steps from one log to the next in a run that has ended: of 1875 steps, 93 logs are one of each 20."""
+    every = end // count
+    if every and end // every == count:
+        return every
+    return 1
+
+
+def _divided(end: int, count: int) -> int:
+    """Return the steps from one log to the next if the last of them is the last step so far, else 1."""
+    if end and end % count == 0:
+        return end // count
+    return 1
 
 
 def _count_updates(rows: list[_Row]) -> None:

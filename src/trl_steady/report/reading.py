@@ -36,6 +36,8 @@ class Reading(NamedTuple):
     """How it was read, for the line of the run."""
     warnings: Sequence[str] = ()
     """Files that could not be read."""
+    has_ended: bool = False
+    """True if the log says that the run has ended."""
 
 
 def read(path: str | Path) -> Reading:
@@ -147,6 +149,8 @@ def _agree(rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]
 def _read_file(file: Path) -> Reading:
     with file.open("rb") as stream:
         found = _read_bytes(stream, str(file), file)
+    if found.has_ended:
+        return found
     planned = found.run.get("settings", {}).get("max_steps", 0)
     is_new = time.time() - file.stat().st_mtime < _LIVE
     if file.name != _STATE and is_new and found.rows and planned > _step(found.rows[-1]):
@@ -187,11 +191,11 @@ def _read_json(text: IO[str], name: str, file: Path | None) -> Reading:
     try:
         data = json.loads(content, parse_int=_integer)
     except ValueError as error:
+        lines = content.splitlines()
+        if _is_json(lines[0]) and '"log_history"' not in lines[0]:  # the last of ms-swift's lines has one
+            return _read_rows(row_records(map(_parsed, lines)), name)
         if '"log_history"' in content[-200_000:] or '"log_history"' in content[:200_000]:
             raise ValueError(f"{name} is no log of a run: it is cut off or damaged ({error}).") from None
-        lines = content.splitlines()
-        if _is_json(lines[0]):
-            return _read_rows(row_records(map(_parsed, lines)), name)
         return _read_rows(records(lines), name)
     except RecursionError:
         raise ValueError(f"{name} is no log of a run: its JSON is nested too deeply.") from None
@@ -271,7 +275,14 @@ def _reading(log: Log) -> Reading:
     run: dict[str, Any] = {}
     if log.max_steps:
         run["settings"] = {"max_steps": log.max_steps}
-    return Reading(log.rows, run, framework=log.framework, flags=log.flags, remarks=log.remarks)
+    return Reading(
+        log.rows,
+        run,
+        framework=log.framework,
+        flags=log.flags,
+        remarks=log.remarks,
+        has_ended=log.has_ended,
+    )
 
 
 def _step(row: Mapping[str, Any]) -> float:

@@ -165,7 +165,7 @@ def diagnose(history: History) -> tuple[list[Finding], dict[str, str]]:
         following = step + 1 + step // 20
         early, _ = look(history.until(step))
         for name, finding in early.items():
-            if name not in told:
+            if name not in told and finding.symptom.level != "note":
                 passed[name] = finding._replace(passed=min(following, history.last_step), cause="")
         step = following
     ranked = sorted(findings.values(), key=_rank)
@@ -226,5 +226,7 @@ def verdict(findings: Sequence[Finding]) -> str:
         first += findings.looked_for
         other = findings.other_task
     if notes and not heads:
-        first = other or notes[0]
+        first = notes[0]
+    if other and not heads:
+        first = other
     return "\n".join([first, *lines])

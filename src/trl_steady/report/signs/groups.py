@@ -4,7 +4,7 @@ import numpy as np
 
 from trl_steady.report.history import History
 from trl_steady.report.signs.common import Found, exceeds, of_all_groups
-from trl_steady.report.signs.reward import is_share
+from trl_steady.report.signs.reward import LEAST_GOOD, is_share
 from trl_steady.report.statistics import HEALTHY_TREND, blocks, trend
 
 _ALIKE = "frac_reward_zero_std"
@@ -43,6 +43,10 @@ def groups_all_right(history: History) -> Found | None:
 
 def groups_all_wrong(history: History) -> Found | None:
     """Find groups whose answers are nearly all wrong, of a policy that has never been better."""
+    if _ALIKE not in history.keys:
+        found = _all_zero(history)
+        if found is not None:
+            return found
     found, place, _ = _equal_groups(history)
     if found is None or place > 0.25:
         return None
@@ -50,6 +54,15 @@ def groups_all_wrong(history: History) -> Found | None:
     if max(level) > 2 * level[-1] + 0.05:
         return None
     return found
+
+
+def _all_zero(history: History) -> Found | None:
+    """Find a reward that is never negative and nearly always 0: then each answer has 0, and no group differs."""
+    steps, values = history[of_all_groups(history, "reward")].finite
+    zeros = int((values == 0).sum())
+    if len(values) < 20 or values.min() < 0 or zeros < 0.9 * len(values) or not 0 < values.max() < LEAST_GOOD:
+        return None
+    return Found(int(steps[0]), "reward", f"0 in {zeros} of {len(values)} logs, at most {values.max():.2g}")
 
 
 def groups_alike(history: History) -> Found | None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from trl_steady.report.history import History, counted
 from trl_steady.report.signs.common import Found, mean_of, never_a_number, of_all_groups
-from trl_steady.report.signs.reward import is_solved, learns, learnt, starts_high
+from trl_steady.report.signs.reward import ONE_SIDED, is_solved, learns, learnt, starts_high
 from trl_steady.report.statistics import (
     HEALTHY_TREND,
     blocks,
@@ -19,6 +19,7 @@ from trl_steady.report.statistics import (
 )
 
 _NATS = "nats per token"
+_FAR = 2.0  # of a KL: recorded healthy runs reach 1.7
 
 
 def grows(history: History, key: str, unit: str, floor: float, least: int = 6, far: float = math.inf) -> Found | None:
@@ -145,6 +146,11 @@ def kl_explodes(history: History) -> Found | None:
     # 10 nats are nearly the logarithm of a vocabulary: a token chosen by chance. Recorded healthy runs reach 5.6
     far = np.flatnonzero(values > 10)
     half = far[far >= len(values) // 2]
+    # a policy starts as its reference
+    is_first = len(values) >= 3 and values[0] > 10 and float(np.median(values[:3])) > 10
+    if is_first:
+        text = f"{values[0]:.3g} {_NATS} in the first log, above 10 in {len(far)} of {len(values)} logs"
+        return Found(int(steps[0]), "kl", text)
     if len(far) < 3 or len(half) < max(0.05 * len(values), 1):
         return None
     text = f"above 10 {_NATS} in {len(far)} of {len(values)} logs, up to {values.max():.3g}"
@@ -154,8 +160,27 @@ def kl_explodes(history: History) -> Found | None:
 def kl_rises(history: History) -> Found | None:
     """Find a KL that rises without a reward that rises, or that goes on after it has stopped."""
     # from 0, it always rises at first; recorded healthy runs reach 1.7, and TRL's examples end below 0.1
-    found = grows(history, "kl", _NATS, floor=0.1, least=50, far=2.0)
-    return found or _rises_after_the_reward(history)
+    found = grows(history, "kl", _NATS, floor=0.1, least=50, far=_FAR)
+    return found or _rises_after_the_reward(history) or _stays_far(history)
+
+
+def _stays_far(history: History) -> Found | None:
+    """Find a KL that stays high, whether it still rises or not, in a third of the run that has gained nothing."""
+    of_all_groups(history, "reward")
+    steps, kl = mean_of(history, "kl")
+    rewards = learnt(history)
+    where = stretch(kl > _FAR)
+    if where is None or len(kl) < 36 or len(rewards.values) < 36:
+        return None
+    since = int(steps[where.start])
+    gained = rewards.values[rewards.steps >= since]
+    if len(gained) < len(rewards.values) / 3 or np.median(is_solved(gained)) > 0:
+        return None
+    third = len(gained) // 3
+    rise = change(gained, third, third)
+    if rise.amount > max(0.1 * np.ptp(running_median(rewards.values)), ONE_SIDED * rise.error):
+        return None
+    return Found(since, "kl", f"{np.median(kl[where]):.3g} {_NATS} since, and the reward has gained nothing more")
 
 
 def _rises_after_the_reward(history: History) -> Found | None:

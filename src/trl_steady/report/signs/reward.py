@@ -14,6 +14,8 @@ SURE_FALL = 6.0
 """Standard errors of a fall to half, at the end of a run. Real runs that learn end below 5.1, lost ones above 14."""
 SURE_DIP = 8.0
 """Standard errors of a fall to a third, while a run trains. A real run that recovered had a dip of 6.8."""
+LEAST_GOOD = 0.05
+"""Share of the range of a reward below which it has never been good."""
 SURE_LOSS = 5.0
 """Standard errors of a fall to less than a tenth."""
 ONE_SIDED = 1.64
@@ -97,7 +99,9 @@ def too_few_rollouts(history: History) -> Found | None:
     count = 0
     if "reward" in history.keys:
         count = len(history["reward"].steps)
-    if count >= 6 or not history.is_over:
+    elif max((len(history[key].steps) for key in history.keys), default=0) >= 6:
+        return None  # other metrics can be judged
+    if count >= 6:
         return None
     text = f"{counted(count, 'log')} of the reward"  # a log can be the mean of several rollouts
     if count:
@@ -114,7 +118,8 @@ def reward_missing(history: History) -> Found | None:
     if found is not None:
         return found
     usual = np.diff(steps).max(initial=1)
-    missing = history.last_step - steps[-1]
+    last = max(history[key].steps[-1] for key in history.keys)  # in a gap of the log, nothing is missing
+    missing = last - steps[-1]
     if len(steps) <= 2 or missing <= 4 * usual:
         return None
     return Found(int(steps[-1] + usual), "reward", f"not logged for {missing} steps")
@@ -234,7 +239,14 @@ def _lasting_fall(history: History, values: np.ndarray, spread: float) -> Fall |
     least = spread / 2 or 3 * noise(values)
     if fall.z < sure or fall.low > halfway or lost < least or not is_low_now:
         return None
-    return fall
+    return fall if _was_good(values, fall) else None
+
+
+def _was_good(values: np.ndarray, fall: Fall) -> bool:
+    """Tell whether at least three logs before a fall had a reward to lose: more than rare successes."""
+    worst = values.min(initial=0)
+    good = worst + LEAST_GOOD * (values.max(initial=1) - worst)
+    return bool((values[: fall.start] >= good).sum() >= 3)
 
 
 def usual_spread(history: History) -> float:
