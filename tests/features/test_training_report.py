@@ -237,7 +237,8 @@ def test_a_checkpoint_with_a_broken_file_of_the_report_is_resumed(
 ) -> None:
     checkpoint = tmp_path / "checkpoint-4"
     shutil.copytree(Path(run[0].args.output_dir) / checkpoint.name, checkpoint)
-    (checkpoint / "steady.json").write_text('{"answers": [')
+    file = checkpoint / "steady.json"
+    file.write_text('{"answers": ['.ljust(file.stat().st_size))  # a file of another size is not complete
     resumed = tiny.trainer(models["dense"], tmp_path, **REPORTED, max_steps=8, beta=0.04)
     with pytest.warns(UserWarning, match="the report failed, .* JSONDecodeError"):
         resumed.train(resume_from_checkpoint=str(checkpoint))

@@ -94,13 +94,16 @@ def hold_step(trainer: object) -> Generator[None]:
 
 
 def is_called_by_transformers() -> bool:
-    """Return True if transformers has called the method `log` that asks, also through overrides of a script.
+    """Return True if transformers has called the method `log` of a trainer that asks, also through a script's methods.
 
     All processes write transformers' own logs. A script may call `log` on one of them.
     """
+    called = ""
     frame = inspect.currentframe()
-    assert frame is not None and frame.f_back is not None
-    caller = frame.f_back.f_back
-    while caller is not None and caller.f_code.co_name == "log":
-        caller = caller.f_back
-    return caller is not None and caller.f_globals.get("__name__") == "transformers.trainer"
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] == "transformers":
+            return module == "transformers.trainer" and called == "log"
+        called = frame.f_code.co_name
+        frame = frame.f_back
+    return False
