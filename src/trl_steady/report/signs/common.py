@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trl_steady.report.history import History, Series
-from trl_steady.report.statistics import HEALTHY_TREND, blocks, noise, running_median, stretch, trend
+from trl_steady.report.statistics import HEALTHY_TREND, blocks, chance_of, noise, running_median, stretch, trend
 
 
 class Found(NamedTuple):
@@ -60,7 +60,7 @@ def exceeds(
 
     `q` is the quantile over the updates of a rollout that is compared with the limit. With `stays`, it has no trend
     to the better side. With `of_rollouts`, it is a share of the answers or groups of a rollout: then means are
-    compared, because a rollout of few groups has 0 or 1.
+    compared, because a rollout of few groups has 0 or 1, and a stretch that chance gives does not count.
     """
     if key not in history.keys:
         return None
@@ -83,9 +83,19 @@ def exceeds(
     usual = float(np.median(values[where]))
     if of_rollouts:
         usual = float(np.mean(values[where]))
-        if usual <= limit:
+        if usual <= limit or _may_be_chance(history, is_beyond, where):
             return None
     return Found(int(steps[where.start]), key, f"{_with_unit(usual, unit)}, {side} {_with_unit(limit, unit)}")
+
+
+def _may_be_chance(history: History, is_beyond: np.ndarray, where: slice) -> bool:
+    """Tell whether one in a hundred runs has such a stretch by chance, wherever it begins."""
+    if where.start == 0 and history.is_over:  # the whole run has not been chosen
+        return False
+    others = len(is_beyond) - len(is_beyond[where])
+    beyond = int(is_beyond.sum() - is_beyond[where].sum())
+    usual = (beyond + 1) / (others + 2)
+    return chance_of(is_beyond[where], usual) * len(is_beyond) > 0.01
 
 
 def _with_unit(number: float, unit: str) -> str:
@@ -119,8 +129,9 @@ def parted(history: History, rising: Sequence[str], falling: Sequence[str]) -> F
     has_fallen = smooth[peak] - end >= 2 * noise(fall.values)
     if not has_fallen or trend(fall.values[peak:]) > -HEALTHY_TREND:
         return None
-    before = rise.values[rise.steps <= fall.steps[peak]]
-    after = rise.values[rise.steps > fall.steps[peak]]
+    until = max(fall.steps[peak], rise.steps[0])  # the first log of ten steps comes after an evaluation at step 5
+    before = rise.values[rise.steps <= until]
+    after = rise.values[rise.steps > until]
     if not len(before) or len(after) < 3:
         return None
     gained = float(np.median(after[-3:]) - np.median(before[-3:]))

@@ -25,7 +25,10 @@ def reward_flat(history: History) -> Found | None:
     sinks = rise.z < -HEALTHY_TREND
     if starts_high(values) and not (sinks and _ends_low(values)):
         return None
-    if _has_risen(values, ONE_SIDED + student) or rise.amount + certain * rise.error > (spread or noise(values)) / 2:
+    most = rise.amount + certain * rise.error
+    if not history.is_over:  # what is left of the training may add as much again
+        most /= share_done(history)
+    if _has_risen(values, ONE_SIDED + student) or most > (spread or noise(values)) / 2:
         return None
     if trend(blocks(history, "reward", None).values) > ONE_SIDED + student:
         return None

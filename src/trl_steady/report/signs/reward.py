@@ -186,7 +186,9 @@ def _is_earned(history: History, key: str, value: float) -> bool:
 def reward_falls(history: History) -> Found | None:
     """Find a reward that was good, and has fallen to half of that for good."""
     steps, values = blocks(history, of_all_groups(history, "reward"), None)
-    fall = _lasting_fall(history, values, usual_spread(history))
+    spread = history.finite_values("reward_std")
+    spread = spread[spread > 0]  # groups that are all wrong do not show how far answers differ
+    fall = _lasting_fall(history, values, float(spread.mean()) if len(spread) else 0.0)
     if fall is None:
         return None
     return Found(int(steps[fall.start]), "reward", f"{fall.high:.3g} before, {fall.low:.3g} since")
