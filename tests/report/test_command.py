@@ -160,7 +160,7 @@ def test_a_folder_with_one_log_is_read_and_with_several_asks_for_one(
     log_of(tmp_path, "train.log", range(1, 21))
     (tmp_path / "requirements.txt").write_text("trl\n")
     assert cli.main(["report", str(tmp_path)]) == 0
-    assert f"{tmp_path}: TRL log, 20 steps, 20 logs; read from train.log: " in capsys.readouterr().out
+    assert f"{tmp_path}: TRL log, 20 steps, 20 logs (read from train.log): " in capsys.readouterr().out
     log_of(tmp_path, "other.log", range(1, 9))
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "has several logs: other.log, train.log" in capsys.readouterr().err

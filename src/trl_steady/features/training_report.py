@@ -167,7 +167,7 @@ class TrainingReport(Feature):
         self._next_diagnosis = rows + 1 + rows // 20  # the time of all diagnoses is linear in the rows
         findings, _ = look(History(state.log_history, self._run(), is_over=False))
         for name, finding in findings.items():
-            if name in self._told:
+            if name in self._told or finding.symptom.level == "note":  # more rollouts follow
                 continue
             self._told.add(name)
             _say(f"trl-steady: {finding}")
