@@ -11,6 +11,8 @@ from tests.report.simulated import SICK, Row, healthy, level, log, over, rising,
 from trl_steady.report import History, diagnose
 from trl_steady.report.symptoms import Finding, look, verdict
 
+_ALIKE = "frac_reward_zero_std"
+
 
 def heads(found: dict[str, Finding]) -> set[str]:
     """Return the names of what is said at the head of a verdict."""
@@ -422,3 +424,39 @@ def test_a_shape_is_as_noisy_as_it_says() -> None:
         off = [row["reward"] - row["simulated/level"] for row in rows]
         # 8,000 answers in a log, of 1,000 prompts: an error of 0.013 of the range at most, and 5 of them
         assert max(map(abs, off)) < 5 * 0.013 * (of.high - of.low)
+
+
+def test_a_share_that_few_groups_give_by_chance_is_hardly_said() -> None:
+    """Three of four groups are alike, two groups a step. Short stretches of 1 come by themselves at some look."""
+    said = 0
+    for seed in range(30):
+        random = np.random.default_rng(seed)
+        shares = random.binomial(2, 0.75, size=300) / 2
+        rewards = random.binomial(4, 0.6, size=300) / 4
+        history = run(300, lambda number, _, s=shares, r=rewards: {"reward": r[number - 1], _ALIKE: s[number - 1]})
+        looks = [history.until(step) for step in range(5, 300, 10)]
+        said += any("groups-alike" in look(early)[0] for early in looks)
+    assert said <= 3  # one in a hundred at a look, and looks have most of their logs in common
+
+
+def test_a_rare_success_that_ends_is_no_fall() -> None:
+    """Two of the first logs have one right answer of eight. Their groups differ by 0.35."""
+
+    def rare(number: int, _: np.random.Generator) -> Row:
+        reward = 0.125 if number in (48, 50) else 0.0
+        return {"reward": reward, "reward_std": 0.35 * (reward > 0), "frac_reward_zero_std": float(reward == 0)}
+
+    assert "reward-falls" not in {finding.symptom.name for finding in diagnose(run(100, rare))[0]}
+
+
+def test_held_out_accuracy_that_falls_from_its_first_value_is_compared() -> None:
+    """The first evaluation comes before the first log of ten steps."""
+
+    def hacked(number: int, random: np.random.Generator) -> Row:
+        return {"reward": 0.3 + 0.05 * number + 0.01 * random.normal(), "eval_reward": 0.9 - 0.05 * number}
+
+    history = run(8, hacked, every=10)
+    rows = [{"step": 10 * number - 5, "eval_reward": 0.9 - 0.05 * number} for number in range(1, 9)]
+    kept = [{"step": int(step), "reward": value} for step, value in zip(*history["reward"], strict=True)]
+    ordered = sorted([*rows, *kept], key=lambda row: row["step"])
+    assert "held-out-falls" in look(History(ordered, {"settings": {"max_steps": 80}}))[0]
