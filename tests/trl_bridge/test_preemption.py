@@ -150,4 +150,5 @@ def test_processes_exchange_nothing_without_the_option(models: dict[str, Path], 
         with mock.patch.object(trainer.accelerator, "reduce", wraps=trainer.accelerator.reduce) as reduce:
             trainer.train()
         exchanged[is_on] = reduce.call_count
-    assert exchanged[True] - exchanged[False] == 6, exchanged  # after each step, at the end of the epoch, and after the save
+    # after each step, at the end of the epoch, and after the save
+    assert exchanged[True] - exchanged[False] == 6
