@@ -13,7 +13,7 @@ Curve = Callable[[np.ndarray], np.ndarray]
 
 
 class Shape(NamedTuple):
-    """What a run is like, beside what it learns."""
+    """The properties of a run, beside what it learns."""
 
     logs: int
     every: int

@@ -1,6 +1,6 @@
-"""What a dry run does with the stages of a script before the run, such as SFT or the training of a reward model.
+"""Leave out the stages of a script before the run in a dry run, such as SFT or the training of a reward model.
 
-It announces each of them, and leaves it out. If the script goes on with what such a stage would have saved, it gets
+A dry run announces each of them, and leaves it out. If the script goes on with what such a stage would have saved, it gets
 the model with which the stage began.
 """
 
@@ -61,7 +61,7 @@ class Metrics(dict[str, float]):
 
 
 class _Start(NamedTuple):
-    """What takes the place of the model that a stage would have saved."""
+    """The model and tokenizer that take the place of those that a stage would have saved."""
 
     model: str
     """Its name or folder; "" if only a tokenizer would have been saved."""

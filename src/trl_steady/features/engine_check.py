@@ -17,7 +17,7 @@ from trl_steady.trl_bridge.vllm import record_log_probs
 _MOST = 10.0
 """Most nats that a token counts: an outlier among hundreds, such as a flipped expert, is not another model."""
 _ADAPTER_LIMIT = 0.1
-"""What the default limit means where vLLM gets the adapter alone, and has loaded the base itself.
+"""The limit that the default means where vLLM gets the adapter alone, and has loaded the base itself.
 
 Rounding in bf16 gives a mean k3 of 1e-3 to 2e-3, in a mixture of experts too. Other checkpoints give tenths or more.
 """

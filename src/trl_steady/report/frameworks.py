@@ -19,18 +19,18 @@ FINE = frozenset(("learning_rate", "grad_norm", "kl", "loss"))
 
 
 class Alias(NamedTuple):
-    """What a framework calls one of our metrics."""
+    """A framework's name of one of our metrics."""
 
     raw: str
     ours: str
     unit: str
     of: str
-    """What is averaged."""
+    """The things that are averaged, such as tokens."""
     since: str
     source: str
     scale: float = 1.0
     flags: Sequence[str] = ()
-    """What `History` says of the values."""
+    """The flag that `History` has for the values."""
 
 
 class Framework(NamedTuple):
@@ -126,7 +126,7 @@ AREAS: Mapping[str, Sequence[str]] = {
     "engine": ("mismatch/kl", "sampling/sampling_logp_difference/mean", "mismatch/effective_sample_size"),
     "time": ("time/generation", "step_time"),
 }
-"""What a report looks at, with the metrics that show it. Without any of them, an area is blind."""
+"""The areas that a report looks at, each with the metrics that show it. Without any of them, an area is blind."""
 
 
 def of_title(title: str) -> Framework:

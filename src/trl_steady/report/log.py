@@ -27,7 +27,7 @@ _LARGEST_ENTROPY = 13.0  # nats: above the logarithm of any vocabulary, so that 
 
 
 class Log(NamedTuple):
-    """What was read from a log."""
+    """The rows of a log, and what they are."""
 
     rows: Sequence[Mapping[str, float]]
     framework: Framework
@@ -37,7 +37,7 @@ class Log(NamedTuple):
     remarks: Sequence[str]
     """Sentences about what was read, and how."""
     seen: str
-    """What the log has, for an error if it has no row."""
+    """A description of the log, for the error if it has no row."""
     has_ended: bool
     """True if the log says that the run has ended."""
 
@@ -110,7 +110,7 @@ class _Row(NamedTuple):
     step: float | None
     last: int
     place: int
-    """Where the progress bar stood."""
+    """The place of the progress bar."""
     values: dict[str, float]
     is_eval: bool
 

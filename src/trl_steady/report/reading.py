@@ -25,7 +25,7 @@ _LIVE = 600.0  # seconds since a file was written, within which its run may go o
 
 
 class Reading(NamedTuple):
-    """What was read of a run."""
+    """The files that were read of a run, as rows."""
 
     rows: Sequence[Mapping[str, Any]]
     run: Mapping[str, Any]

@@ -57,7 +57,7 @@ class Finding(NamedTuple):
 
 
 class Findings(list[Finding]):
-    """What a run shows, and for what its log was searched."""
+    """The findings of a run, and the words that say for what its log was searched."""
 
     def __init__(self, findings: Sequence[Finding], looked_for: str, other_task: str) -> None:
         super().__init__(findings)

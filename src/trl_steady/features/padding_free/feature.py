@@ -46,7 +46,7 @@ class _MicroBatch(NamedTuple):
     rollout: int
     inputs: Mapping[str, Any]
     passed_on: Mapping[str, Any] | None
-    """What a script's `_compute_loss` passed on to `super()`; None without such a method."""
+    """The inputs that a script's `_compute_loss` passed on to `super()`; None without such a method."""
 
 
 class _Group(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a sign returns, and the signs that several symptoms have. Their arguments stand in symptoms.toml."""
+"""The result of a sign, and the signs that several symptoms have. Their arguments stand in symptoms.toml."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ class Found(NamedTuple):
     evidence: str
     """The numbers that show it."""
     facts: Mapping[str, bool] = {}
-    """What the log shows beside it. Advice can depend on them as on settings."""
+    """Facts that the log shows beside it. Advice can depend on them as on settings."""
 
 
 # Signs of several symptoms.

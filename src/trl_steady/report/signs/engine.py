@@ -11,7 +11,7 @@ _NATS = "nats per token"
 _KL = "mismatch/kl"
 _DIFFERENCE = "sampling/sampling_logp_difference/mean"
 _ADAPTER_LIMIT = 0.1
-"""What the default of `engine_check` counts as where vLLM gets the adapter alone."""
+"""The value that the default of `engine_check` counts as where vLLM gets the adapter alone."""
 # ESS is about 1 / (1 + 2 kl). 0.9 is a kl of 0.055, 37 times that of the R3 paper's mixture of experts. There, the run
 # that collapsed had 10 % above 2. A mean difference of 0.1 puts a tenth of the ratios outside 0.8 to 1.2.
 _DISAGREES: Sequence[Mapping[str, Any]] = (
