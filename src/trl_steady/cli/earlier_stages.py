@@ -1,7 +1,7 @@
 """Leave out the stages of a script before the run in a dry run, such as SFT or the training of a reward model.
 
-A dry run announces each of them, and leaves it out. If the script goes on with what such a stage would have saved, it gets
-the model with which the stage began.
+A dry run announces each of them, and leaves it out. If the script goes on with what such a stage would have saved, it
+gets the model with which the stage began.
 """
 
 import inspect

@@ -25,7 +25,7 @@ _LIVE = 600.0  # seconds since a file was written, within which its run may go o
 
 
 class Reading(NamedTuple):
-    """The files that were read of a run, as rows."""
+    """The rows of a run, and how they were read."""
 
     rows: Sequence[Mapping[str, Any]]
     run: Mapping[str, Any]
