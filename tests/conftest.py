@@ -8,8 +8,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import gc
 import importlib
+import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,25 @@ def is_quick(item: pytest.Item) -> bool:
     return not (fixtures & {"models", "wide", "recipes"} or marks & {"slow", "gpu", "vllm"})
 
 
+def mark_slow_rows(items: list[pytest.Item]) -> None:
+    """Mark as slow all rows of a test but as many as `fast_rows` says, evenly spread from the first one on."""
+    rows: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("fast_rows") and not item.get_closest_marker("slow"):
+            rows[item.nodeid.partition("[")[0]].append(item)
+    for of_test in rows.values():
+        mark = of_test[0].get_closest_marker("fast_rows")
+        assert mark is not None
+        step = math.ceil(len(of_test) / mark.args[0])
+        for row, item in enumerate(of_test):
+            if row % step:
+                item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest reads `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not quick, and all but the first cases of a test, where the option asks for it."""
+    """Mark rows as slow. In a quick run, leave out what is not quick, and all but the first cases of a test."""
+    mark_slow_rows(items)
     if not config.option.quick:
         return
     quick: list[pytest.Item] = []
@@ -147,12 +165,22 @@ def evaluate(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
     return evaluate
 
 
+class Recipes:
+    """Imports a module when a test first asks for it."""
+
+    def __getattr__(self, name: str) -> Any:
+        for module in reversed(RECIPES):  # of two files of one name, the last
+            if module.removesuffix(".train").split(".")[-1] == name:
+                return importlib.import_module(module)
+        raise AttributeError(name)
+
+
 @pytest.fixture
 def recipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The modules of recipes/ by their own names, and the scripts by those of their folders."""
     pytest.importorskip("matplotlib", reason="needs the recipes extra")
     monkeypatch.syspath_prepend(str(RECIPES_FOLDER))
-    named = {name.removesuffix(".train").split(".")[-1]: importlib.import_module(name) for name in RECIPES}
-    yield type("Recipes", (), named)
-    for module in {*RECIPES, *(name.split(".")[0] for name in RECIPES)}:
-        sys.modules.pop(module)
+    yield Recipes()
+    for module in RECIPES:
+        sys.modules.pop(module, None)
+        sys.modules.pop(module.partition(".")[0], None)

@@ -43,6 +43,7 @@ def config(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return path
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("command", "in_file", "given", "script", "said"),
     [

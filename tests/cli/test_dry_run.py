@@ -22,6 +22,7 @@ from trl_steady.cli.dry_run import _sizes, dry_run, memory
 scripts = own_scripts.scripts
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "case",

@@ -120,6 +120,7 @@ STAGES = {
 }
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_before_the_run_is_left_out(stage: str, scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,6 +87,7 @@ def test_an_error_in_a_module_of_the_user_shows_its_line(command: list[str]) -> 
     assert any(str(each.path).endswith("broken.py") for each in error.traceback)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_script_ends_with_a_run_that_has_lost_its_machine(command: list[str], asked: bool) -> None:
     """It would save half a run as its result, and push it."""

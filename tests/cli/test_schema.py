@@ -36,6 +36,7 @@ def takes(schema: dict[str, Any], options: object) -> bool:
     return jsonschema.Draft7Validator(schema).is_valid(options)
 
 
+@pytest.mark.slow
 def test_the_committed_schema_is_what_the_command_prints() -> None:
     """With other versions than the pinned ones, options differ."""
     pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
@@ -89,6 +90,7 @@ skip_old_pass: none | num_processes: many | multi_gpu: true | mixed_precision: f
 """
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("table", "is_taken"), [(TAKEN, True), (REFUSED, False)])
 def test_it_takes_what_the_launcher_takes(
     table: str, is_taken: bool, found: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ def test_every_feature_has_a_row() -> None:
     assert found == cases.CASES.keys() | cases.WITH_AN_ENGINE | cases.EVERYWHERE
 
 
+@pytest.mark.fast_rows(6)
 @EACH
 def test_a_resume_inside_a_generation_window_is_exact(build: Any, feature: str, case: str, tmp_path: Path) -> None:
     """In the second window of two steps, when a reference has moved once."""
@@ -31,6 +32,7 @@ def test_a_resume_inside_a_generation_window_is_exact(build: Any, feature: str, 
 SETS = {"keep_sampling_mask": True, "top_p": 0.8}
 
 
+@pytest.mark.fast_rows(6)
 @EACH
 @pytest.mark.parametrize("sets", [{}, pytest.param(SETS, marks=pytest.mark.slow)], ids=["", "kept sets"])
 def test_packing_changes_nothing(build: Any, feature: str, case: str, sets: dict[str, Any]) -> None:

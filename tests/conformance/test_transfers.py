@@ -145,6 +145,7 @@ def unlike_table(name: str, runs: dict[str, list[Run]]) -> list[str]:
     return unlike
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("name", "size"), parameters(RUNS, QUICK))
 def test_the_cpu_waits_as_often_as_the_table_says(
     build: Any, name: str, size: str, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +156,7 @@ def test_the_cpu_waits_as_often_as_the_table_says(
     assert not unlike, "\n".join([name, *unlike])
 
 
+@pytest.mark.slow
 def test_a_number_read_in_a_loop_is_unlike_the_table(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure names the method that reads it."""
     veto = masks.token_veto

@@ -55,6 +55,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("method", "dynamic"),
     cases([*((each, False) for each in METHODS), ("RLOO", True)], fast=[("GRPO", False), ("RLOO", True)]),
@@ -69,6 +70,7 @@ def test_an_engine_with_the_policys_base_passes(
     assert len(found) == 1 and trainer.state.global_step == 3
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("method", "dynamic"), [*((each, False) for each in METHODS), ("RLOO", True)])
 def test_an_engine_with_another_base_is_found_before_the_first_update(
     built: Built, other: str, method: str, dynamic: bool
@@ -131,6 +133,7 @@ def test_another_distribution_than_the_policys_is_not_compared(built: Built, mon
 QUANTISED = {"vllm_adapter_sync": True, "vllm_engine_kwargs": {"quantization": "bitsandbytes"}}
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("options", "limit"),
     [({}, 0.1), ({"engine_check": 0.9}, 0.9), ({"vllm_adapter_sync": False}, 1.0), (QUANTISED, 1.0)],
@@ -187,6 +190,7 @@ def test_a_rollout_func_is_compared_by_its_log_probs(models: dict[str, Path], tm
         assert len([each for each in caught if "engine_check" in str(each.message)]) == 1
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("k3", [1e4, torch.nan])
 def test_a_process_with_a_good_rollout_hears_of_anothers(
     built: Built, monkeypatch: pytest.MonkeyPatch, k3: float

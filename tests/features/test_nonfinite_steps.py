@@ -25,6 +25,7 @@ from trl_steady.features.reward_model.feature import RewardModel
 NAN = float("nan")
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("poison", "own"),
     cases(
@@ -226,6 +227,7 @@ def skip_calls(optimizer: torch.optim.Optimizer, is_skipped: Callable[[int], boo
     optimizer.step = step
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     cases(
@@ -276,6 +278,7 @@ def test_the_critics_steps_have_a_count_of_their_own(models: dict[str, Path], tm
     assert [row["steps/nonfinite"] for row in tiny.history(trainer)] == [1, 1, 1, 2]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_steps_of_a_reward_model_are_left_out(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
     ends = []

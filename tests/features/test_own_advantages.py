@@ -53,6 +53,7 @@ def own(function: Callable[[Any], Any], rollouts: list[Any] | None = None) -> di
     return {"advantages": advantages}
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize("method", ["GRPO", "RLOO", "PPO"])
 @pytest.mark.parametrize("options", [{}, {"skip_zero_weight": True}, {"token_budget": 60}], ids=str)
 def test_they_are_trained_as_if_a_rollout_had_them(train: Train, method: str, options: dict[str, Any]) -> None:
@@ -150,6 +151,7 @@ def test_those_of_steps_may_be_replaced_by_one_for_each_answer(train: Train) -> 
     assert shown == [[value] * count for value, count in expected]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     "convert",
     [Tensor.tolist, Tensor.double, Tensor.requires_grad_, Tensor.numpy, Tensor.unbind],
@@ -162,6 +164,7 @@ def test_lists_arrays_and_other_dtypes_are_taken(train: Train, convert: Callable
     assert all(torch.equal(value, found[name]) for name, value in tiny.parameters(expected).items())
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

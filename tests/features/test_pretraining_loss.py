@@ -37,6 +37,7 @@ def examples_of(trainer: Any) -> list[list[list[int]]]:
 SHORT = {"lora": True, "steps_per_generation": 3, "max_steps": 2, "learning_rate": 0.0}
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("case", "own"),
     cases(

@@ -106,6 +106,7 @@ def check(exact: Callable[[], Any], built: Built, **options: Any) -> list[dict[s
     return logs[0]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.filterwarnings("ignore:trim_padding=True only cuts")
 @pytest.mark.parametrize(("loss_type", "mode"), zip(("gspo", "gspo_token", "gmpo", "dapo"), MODES, strict=True))
 def test_gradients_and_metrics_are_those_with_the_pass(
@@ -117,6 +118,7 @@ def test_gradients_and_metrics_are_those_with_the_pass(
         assert low in (0, 0.85) and low < mean < high <= 1.2
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.filterwarnings("ignore:trim_padding=True only cuts")
 @pytest.mark.parametrize(
     ("name", "others"),
@@ -206,6 +208,7 @@ def test_a_rollout_has_one_pass_less(built: Built) -> None:
     assert without["tokens"] == expected["tokens"] == expected["old tokens"] > 0
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     "options",
     [

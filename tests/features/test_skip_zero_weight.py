@@ -95,6 +95,7 @@ def skipped(recorded: Recorded) -> list[float]:
     return [row["skipped/sequences"] for row in tiny.history(recorded.trainer) if "skipped/sequences" in row]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.usefixtures("with_float64_everywhere")
 @pytest.mark.parametrize(
     ("loss_type", "window", "idle"),
@@ -124,6 +125,7 @@ def with_steps(completion_ids: list[list[int]], prompts: list[str], **_: Any) ->
     ]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.usefixtures("with_float64_everywhere")
 @pytest.mark.parametrize(
     "options",
@@ -184,6 +186,7 @@ def training(
     return training
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("options", MASKS, ids=str)
 def test_sequences_that_the_rollout_drops_are_left_out(
     training: Callable[..., Recorded], options: dict[str, Any]
@@ -209,6 +212,7 @@ def test_vespo_trains_on_sequences_whose_tokens_all_have_an_engine_weight_of_0(
     assert max(skipped(of_some)) == 0 < max(skipped(training(0, skip_zero_weight=True, **MASKS[1])))
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("token_budget", [None, 30])
 def test_both_options_together(training: Callable[..., Recorded], token_budget: int | None) -> None:
     """Each rollout feeds one update, and the masks are decided there, not in the rollout."""
@@ -296,6 +300,7 @@ def test_a_run_without_the_option_says_what_it_would_leave_out(
     assert said(loss_type="own") == ""
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.usefixtures("with_float64_everywhere")
 @pytest.mark.parametrize(
     ("kind", "token_budget"),

@@ -15,6 +15,7 @@ from trl_steady import GRPOConfig
 ON: dict[str, Any] = {"advantage_baseline": "token", "scale_rewards": "none", "max_steps": 1}
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     {

@@ -120,6 +120,7 @@ def test_a_resumed_run_goes_on_with_its_answers_and_trains_the_same(
     assert "report.html" not in {path.name for path in (tmp_path / "plain").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_second_training_tells_its_symptoms_again_and_keeps_no_rollout(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +206,7 @@ def test_pages_are_written_at_saves_only_if_that_takes_little_of_the_time(
     assert pages == [501.0, 702.0]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     "broken",
     [

@@ -53,6 +53,7 @@ def random_batch(seed: int, group_size: int, groups: int) -> list[oracles.Comple
     return [completion() for _ in range(group_size * groups)]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_advantages_are_those_of_an_oracle_that_saw_the_formulas_only(name: str, scale: str) -> None:

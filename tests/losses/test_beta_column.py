@@ -32,6 +32,7 @@ def kl_inputs(batch: Any, factors: torch.Tensor | None = None) -> dict[str, Any]
     return {"ref_per_token_logps": batch.logps + 0.4 * noise} | ({} if factors is None else {"beta_factors": factors})
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize(
     ("loss_type", "estimator", "corrected"),
     [
@@ -85,6 +86,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_each_sequence_has_the_factor_of_its_row(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -111,6 +113,7 @@ def test_each_sequence_has_the_factor_of_its_row(
     assert len({*seen}) > 4
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("value", ["strong", -0.5, NAN, INF, None])
 def test_a_value_that_is_no_strength_is_named(models: dict[str, Path], tmp_path: Path, value: Any) -> None:
     values = [str(value)] * 16 if isinstance(value, str) else [1.0] * 12 + [value] * 4

@@ -27,6 +27,7 @@ def is_oracle(found: Outcome, oracle: Any) -> bool:
     return same and torch.allclose(found.grad, oracle.grad, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("shape", "delta"), CASES)
 def test_loss_gradient_and_clip_metrics_are_the_oracles(
     evaluate: Evaluate, shape: tuple[int, int], delta: float | None

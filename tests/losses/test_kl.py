@@ -18,6 +18,7 @@ def reference(batch: Batch) -> Tensor:
     return batch.logps + 0.4 * noise
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize(
     ("loss_type", "training"), [*((loss_type, True) for loss_type in NATIVE_LOSS_TYPES), ("dapo", False)]
 )
@@ -40,6 +41,7 @@ def test_our_kl_equals_trls_at_token_level(evaluate: Evaluate, loss_type: str, t
     assert not torch.allclose(ours.grad, without.grad, rtol=1e-2)  # there was a KL to compare
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize(
     ("loss_type", "estimator", "denominator"),
     [

@@ -15,6 +15,7 @@ from trl_steady.losses import gspo_token
 CASES = [((6, 5), None), ((6, 5), 1.4), ((5, 5), 1.4), ((6, 1), None), ((1, 1), 1.4), ((2, 7), None)]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("shape", "delta"), CASES)
 def test_gspo_is_trls_sequence_level_and_the_oracles(evaluate: Evaluate, shape: tuple[int, int], delta: float) -> None:
     def clip_metrics(outcome: Outcome) -> dict[str, float]:
@@ -61,6 +62,7 @@ def test_the_ratio_that_trl_forms_under_gspo_token_is_bit_equal_to_the_sequences
     assert not torch.equal(logps - (logps - log_s), log_s.expand(64, 33))
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("shape", "loss_type", "garbage"),
     [

@@ -109,6 +109,7 @@ def test_masks_multiply(evaluate: Evaluate) -> None:
     assert len({float(oracle_keep(name, batch, sampler_logps).sum()) for name in chosen}) == 3
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("loss_type", ["gspo_token", "vespo", "dr_grpo"])
 def test_an_infinite_threshold_is_off_bit_for_bit(models: dict[str, Path], tmp_path: Path, loss_type: str) -> None:
     """And with it on, TRL's losses run through ours: TRL's parameters and metrics, and only more of the latter."""

@@ -11,6 +11,7 @@ from trl_steady.losses import LOSSES
 TAU = 0.3
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_it_is_reduced_as_the_kl_in_every_loss(evaluate: Evaluate, loss_type: str) -> None:
     """The uncorrected k2 of twice the strength to a reference that is the sampler."""

@@ -97,6 +97,7 @@ def test_the_script_for_a_cpu_runs_as_it_is(
     assert [ratio == (1, 1) for ratio in ratios] == [True, False, False, False]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_runs(
     command: str,

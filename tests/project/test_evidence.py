@@ -93,6 +93,7 @@ def biases(outcomes: dict[str, Tensor], *names: str) -> Tensor:
     return torch.stack([outcomes[name][:2] for name in (names or outcomes)])
 
 
+@pytest.mark.slow
 def test_the_product_of_all_ratios_is_unbiased(evidence: Any) -> None:
     product, unlimited = "product of the ratios, no clip", "`sequence_truncate`, no limit"
     cases = [

@@ -110,6 +110,7 @@ def test_the_page_of_skipped_sequences_has_the_recorded_figures(tmp_path: Path) 
     assert (tmp_path / "weights.png").stat().st_size > 10_000
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("name", ["flow", "rooms"])
 def test_the_figure_of_the_design_is_of_todays_code(name: str, tmp_path: Path) -> None:
     """Run `docs/figures/NAME.py` if it is not."""

@@ -14,6 +14,7 @@ from tests.project.recipe import FOLDER, YAMLS, parse
 from trl_steady.cli import main as cli
 
 
+@pytest.mark.fast_rows(4)
 @pytest.mark.parametrize("name", YAMLS)
 def test_a_recipe_parses_without_a_warning(recipes: Any, name: str, recwarn: pytest.WarningsRecorder) -> None:
     found = parse(recipes, name)
@@ -53,6 +54,7 @@ def test_a_dry_run_builds_a_recipe_and_trains_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("name", "more"),

@@ -82,6 +82,7 @@ def weighted(trained: Callable[..., Outcome], weights: Tensor) -> Outcome:
     return trained(inputs=inputs, attributes={"use_vllm": True})
 
 
+@pytest.mark.fast_rows(1)
 def test_verl(case: Case, provide: Callable[..., None]) -> None:
     """Two processes, with two and four answers, whose gradients are averaged."""
     method, batch, trained = case
@@ -133,6 +134,7 @@ def test_verl(case: Case, provide: Callable[..., None]) -> None:
     assert not is_same(weighted(trained, weights), trained())
 
 
+@pytest.mark.fast_rows(1)
 def test_skyrl(case: Case, provide: Callable[..., None]) -> None:
     """Micro-batches of two answers, whose losses are added; the advantages are divided before."""
     method, batch, trained = case
@@ -227,6 +229,7 @@ def in_prime(provide: Callable[..., None]) -> Callable[..., Outcome]:
     return in_prime
 
 
+@pytest.mark.fast_rows(1)
 def test_prime_rl(case: Case, in_prime: Callable[..., Outcome]) -> None:
     method, batch, trained = case
     length = batch.mask.sum().item() / len(batch.mask)

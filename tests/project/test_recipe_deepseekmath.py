@@ -74,6 +74,7 @@ def test_no_problem_is_in_two_sets(recipes: Any) -> None:
     assert min(min(problem) for problem in large) == 5
 
 
+@pytest.mark.slow
 def test_the_gradient_of_rft_is_that_of_the_likelihood_of_right_answers(chain: Any, tmp_path: Path) -> None:
     """Its `advantages` make GRPO's loss the negative log-likelihood, weighted by 1 and 0."""
     found: dict[str, Any] = {}

@@ -57,6 +57,7 @@ def hours(options: Any, args: Any, parameters: int) -> float:
     return (passes + writing + batches * args.max_completion_length * token) / 3600
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("name", "more"), ROWS, ids=str)
 def test_memory_and_time_are_those_of_the_arithmetic(recipes: Any, name: str, more: dict[str, Any]) -> None:
     options, args = recipe.parse(recipes, name, **more)

@@ -74,6 +74,7 @@ def test_the_one_command_trains_a_tiny_model(
     assert moved(tmp_path / "out", tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_qlora_with_a_moving_reference_needs_no_script(
     rewards: Any,
     wide: Path,

@@ -290,6 +290,7 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytes
     assert "cannot be written" in line and "--output" in line
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("row", "run"),
     [

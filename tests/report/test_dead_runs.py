@@ -27,6 +27,7 @@ def test_a_dead_run_of_trls_trainer_is_named(models: dict[str, Path], tmp_path: 
     assert min(found[symptom] for symptom in expected & found.keys()) <= 24  # the first half
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("method", ["GRPO", "RLOO"])
 def test_a_log_of_trls_trainer_is_read(models: dict[str, Path], tmp_path: Path, method: str) -> None:
     steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}

@@ -424,6 +424,7 @@ FORMS: tuple[Callable[[list[dict[str, float]]], str], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_one_run_has_one_verdict_in_each_form(tmp_path: Path, form: Callable[[list[dict[str, float]]], str]) -> None:
     rows, expected = run()

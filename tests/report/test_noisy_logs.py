@@ -57,6 +57,7 @@ def test_no_look_at_a_run_that_learns_finds_something_critical() -> None:
         assert [finding.symptom.name for finding in findings if finding.symptom.level == "critical"] == [], seed
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize("make", SICK, ids=lambda make: make.__name__)
 def test_faults_are_found_in_noise(make: Callable[[np.random.Generator], list[Row]]) -> None:
     """In 200 runs of each kind that were not used to choose limits, at least 80 % were found."""
@@ -353,6 +354,7 @@ def test_an_engine_serves_another_policy_beyond_the_limit_of_its_check(
 # The length.
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("full", [12, 40, 80])
 def test_a_reward_for_length_is_told_while_lengths_stand_at_the_limit(full: int) -> None:
     def paid(number: int, random: np.random.Generator) -> Row:

@@ -32,6 +32,7 @@ def reward(done: float, random: np.random.Generator) -> float:
     return 0.2 + 0.5 * done + 0.02 * float(random.standard_normal())
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("curve", [lambda x: 1 - math.exp(-4 * x), lambda x: 1 / (1 + math.exp(6 - 12 * x))])
 @pytest.mark.parametrize("every", [10, 25, 50])
 def test_reasoning_that_grows_with_the_reward_is_no_reward_for_length(

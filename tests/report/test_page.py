@@ -47,6 +47,7 @@ def page(folder: Path, run: History, name: str = "run") -> str:
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_all_text_of_users_stays_text(tmp_path: Path) -> None:
     answer = {"place": "best", "reward": 1.0, "text": EVIL, "tokens": None}
     coloured = {**answer, "tokens": [(EVIL, 0.5), ("b", -1.0)]}
@@ -76,10 +77,12 @@ def test_a_page_needs_nothing_from_elsewhere_and_has_no_fixed_colours(tmp_path: 
     assert {"var(--c1)", "var(--ink)"} <= {*re.findall(r"var\(--\w+\)", drawn)}
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
     assert page(tmp_path, history(healthy(0))) == page(tmp_path, history(healthy(0)))
 
 
+@pytest.mark.fast_rows(3)
 @pytest.mark.parametrize(
     ("key", "title"),
     [
@@ -202,6 +205,7 @@ def test_a_picture_marks_where_its_symptom_began() -> None:
     assert "everything-dropped" in found["Clipped and dropped"] and "everything-dropped" not in found["Reward"]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     "logged",
     [
@@ -298,6 +302,7 @@ def test_each_cell_of_a_wide_table_has_its_heading_for_a_phone(tmp_path: Path) -
     assert "td::before { content: attr(data-of);" in html and ".wide th { display: none; }" in html
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page_for_each_run_or_one_for_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def test_what_is_said_is_compared_with_what_must_and_may_be_said() -> None:
     }
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("ours", [False, True], ids=["trl", "trl-steady"])
 def test_a_thinned_log_is_that_of_a_run_that_logs_rarely(models: dict[str, Path], tmp_path: Path, ours: bool) -> None:
     options: dict[str, Any] = {"max_steps": 8, "steps_per_generation": 2, "beta": 0.04, "lr_scheduler_type": "linear"}

@@ -281,6 +281,7 @@ def test_a_planted_symptom_is_named_since_it_began_with_what_to_do(name: str) ->
         assert re.search(r"\d", found.evidence) or "NaN" in found.evidence
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize("without", [("value/explained_variance",), ("frac_reward_zero_std",)], ids=["grpo", "ppo"])
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_is_found_in_a_healthy_run(seed: int, without: tuple[str, ...]) -> None:
@@ -402,6 +403,7 @@ def test_a_symptom_does_not_change_the_history_and_finds_the_same_twice() -> Non
     assert all(np.array_equal(given[key].values, values, equal_nan=True) for key, values in before.items())
 
 
+@pytest.mark.slow
 def test_of_a_hundred_thousand_steps_at_most_200_blocks_are_looked_at() -> None:
     given = history(healthy(0))
     random = np.random.default_rng(0)

@@ -139,6 +139,7 @@ def run(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.Te
     return Run(recorded, calls, request.param)
 
 
+@pytest.mark.fast_rows(1)
 def test_the_model_calls_both_tools_in_one_turn_or_two_or_not_at_all(run: Run) -> None:
     """The rest of this file shows nothing otherwise."""
     completions = [completion for rollout in run.trainer.completions for completion in rollout]
@@ -171,6 +172,7 @@ def test_each_turn_has_one_advantage_and_tools_have_none(run: Run) -> None:
     assert max(several) == 3  # turns of one completion differ
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("room", "masked", "formula"), [(HALF_AN_ANSWER, True, "process"), (NO_ANSWER, False, "return_to_go")]
 )
@@ -192,6 +194,7 @@ def test_a_turn_that_is_cut_is_a_turn(model: Path, tmp_path: Path, room: int, ma
     assert any(any(row.advantages) for row, is_cut in zip(found, cut, strict=True) if is_cut) is not masked
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("environment", [agent.Calculator, agent.AsyncCalculator])
 def test_an_environment_rewards_turns(model: Path, tmp_path: Path, environment: type[agent.Calculator]) -> None:
     def in_environment(environment: type[agent.Calculator]) -> dict[str, Any]:

@@ -150,6 +150,7 @@ class Judge:
         return map(float, rounds.planted(prompts, completion_ids))
 
 
+@pytest.mark.fast_rows(1)
 @EACH_TRAINER
 def test_rewards(same: Same, method: str, feature: str) -> None:
     returned: dict[str, Callable[[list[Any]], Any]] = {
@@ -220,6 +221,7 @@ def numbered(rows: int = 16) -> Dataset:
     return tiny.dataset(rows).add_column("number", [i % 3 for i in range(rows)])  # type: ignore[call-arg]
 
 
+@pytest.mark.fast_rows(1)
 @EACH_TRAINER
 def test_columns(same: Same, method: str, feature: str) -> None:
     cells: dict[str, Callable[[int], Any]] = {
@@ -327,6 +329,7 @@ def test_metrics(same: Same) -> None:
     same(form)
 
 
+@pytest.mark.fast_rows(1)
 @EACH_TRAINER
 def test_overrides(same: Same, method: str, feature: str) -> None:
     """Results of methods, columns of samples and of a micro-batch, and keys of a log."""
@@ -416,6 +419,7 @@ ROWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_rollout_function(same: Same, name: str) -> None:
     """With a state, which is empty, and a mapping that is no dictionary."""
@@ -477,6 +481,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize(("how", "method", "feature"), FAILURES)
 def test_an_error_is_trls_and_leaves_nothing_behind(
     site: Callable[[str], Site], models: dict[str, Path], tmp_path: Path, how: str, method: str, feature: str

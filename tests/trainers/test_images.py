@@ -28,6 +28,7 @@ def test_a_vision_language_model_trains_as_trls_sequence_level_does(llava: tuple
     assert any(not torch.equal(after[name], before[name]) for name in after if "vision_tower" in name)
 
 
+@pytest.mark.slow
 def test_a_run_with_images_resumes_exactly(llava: tuple[Path, Any], tmp_path: Path) -> None:
     """Inside a window, images and all."""
     folder, processor = llava
@@ -63,6 +64,7 @@ def test_steps_of_a_completion_about_an_image(llava: tuple[Path, Any], tmp_path:
     assert any(len({value for _, value in completion}) == 2 for completion in shown)
 
 
+@pytest.mark.slow
 def test_images_follow_their_samples_through_cut_columns(llava: tuple[Path, Any], tmp_path: Path) -> None:
     folder, processor = llava
     options: dict[str, Any] = {"loss_type": "grpo", "optim": "sgd", "gradient_checkpointing": False, "beta": 0.1}

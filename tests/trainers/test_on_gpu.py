@@ -23,6 +23,7 @@ def trainer(folder: Path, tmp_path: Path, reward: Any, options: dict[str, Any]) 
     return built
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("model", "reward", "options"),
     [

@@ -86,6 +86,7 @@ def saved(name: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("name", "lora"), [("qwen3_moe", True), ("gpt_oss", False), ("tied", False)])
 def test_a_best_model_that_can_be_loaded_is(tmp_path: Path, name: str, lora: bool) -> None:
     trainer = tiny.train(tiny.trainer(saved(name, tmp_path / "model"), tmp_path, lora=lora, **BEST))
@@ -106,6 +107,7 @@ def resumed_as_whole(build: Callable[[], Any], checkpoint: Path) -> None:
     assert all(one is other for one, other in zip(before, resumed.model.parameters(), strict=True))
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "tied"])
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["one file", "several files"])
 @pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "made"])
@@ -142,6 +144,7 @@ def test_a_whole_model_that_reads_images_resumes_exactly(llava: tuple[Path, Any]
     resumed_as_whole(lambda: tiny.trainer(folder, tmp_path, **options), tmp_path / "checkpoint-2")
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_the_best_whole_mixture_is_loaded(tmp_path: Path, name: str) -> None:
     options = {**BEST, "greater_is_better": False}

@@ -44,6 +44,7 @@ def reward(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("first", "second"),
     cases(

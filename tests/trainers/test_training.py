@@ -63,6 +63,7 @@ def without_ours(history: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.removeprefix("eval_").startswith(OURS)} for row in history]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("name", cases(OPTIONS, [name for name in OPTIONS if name.startswith(FAST)]))
 def test_gspo_trains_as_trls_sequence_level_does(models: dict[str, Path], tmp_path: Path, name: str) -> None:
     theirs = run(models, tmp_path, OPTIONS[name], ours=False, loss_type="grpo", importance_sampling_level="sequence")
@@ -75,6 +76,7 @@ def test_gspo_trains_as_trls_sequence_level_does(models: dict[str, Path], tmp_pa
 
 
 # not the entropy quantile: gspo_token gives each token its own share of a factor of single tokens
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name.split(",")[0] in SHARED])
 def test_gspo_token_trains_as_gspo_does(models: dict[str, Path], tmp_path: Path, name: str) -> None:
     gspo = run(models, tmp_path, OPTIONS[name], loss_type="gspo", optim="sgd", max_steps=3)
@@ -84,6 +86,7 @@ def test_gspo_token_trains_as_gspo_does(models: dict[str, Path], tmp_path: Path,
         assert torch.allclose(after[parameter], expected[parameter], rtol=1e-4, atol=1e-6), parameter
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("loss_type", "lora"), [("gspo", True), ("gspo_token", False)])
 def test_the_corrected_kl_differs_from_trls_and_scales_with_accumulation(
     models: dict[str, Path], tmp_path: Path, loss_type: str, lora: bool
@@ -132,6 +135,7 @@ def test_a_run_whose_answers_are_all_cut_off_and_masked_ends(models: dict[str, P
     assert (tmp_path / "end" / "model.safetensors").is_file()
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("loss_type", ["dr_grpo", "cispo"])
 def test_with_an_engines_log_probs_trls_losses_are_trls_and_more_is_logged(
     models: dict[str, Path], tmp_path: Path, loss_type: str

@@ -45,6 +45,7 @@ def scoring(score: float) -> dict[str, Any]:
     return {"build": {"reward_funcs": [model], "reward_processing_classes": [tiny.tokenizer()]}}
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -297,6 +298,7 @@ def test_columns_that_may_fit_are_not_refused(
     tiny.trainer(models["dense"], tmp_path, build={**wants, **built}, max_steps=1)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("kind", [Adds, Collates, Generates, Loads, Begins])
 def test_a_subclass_may_add_a_column(models: dict[str, Path], tmp_path: Path, kind: Any) -> None:
     """One that does not is told when its training begins."""
@@ -369,6 +371,7 @@ class Evaluates(trl_steady.GRPOTrainer):
         return super().get_eval_dataloader(WITH_ANSWER)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("kind", "options"), [(Evaluates, EVALUATES), (trl_steady.GRPOTrainer, {})])
 def test_columns_of_evaluations_that_may_fit_or_that_nothing_reads_are_not_refused(
     models: dict[str, Path], tmp_path: Path, kind: Any, options: dict[str, Any]

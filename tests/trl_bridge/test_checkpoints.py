@@ -66,6 +66,7 @@ def test_a_checkpoint_of_trl_resumes_at_the_end_of_a_window_after_a_short_step(
 MOVING = resumable.OPTIONS
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("run", "step", "options", "message"),
     [
@@ -190,6 +191,7 @@ def test_a_checkpoint_written_again_replaces_the_old_one(models: dict[str, Path]
     assert not (tmp_path / "_unfinished").exists()
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("file", "spoil"),
     [
@@ -256,6 +258,7 @@ def test_an_incomplete_checkpoint_is_refused_if_there_is_no_other(
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "TRL's"])
 def test_a_checkpoint_of_the_model_only_is_refused(models: dict[str, Path], tmp_path: Path, ours: bool) -> None:
     """Also at the end of a window. A newer one is passed over."""
@@ -292,6 +295,7 @@ def test_an_edited_checkpoint_and_one_of_trl_are_complete(
     assert tiny.trainer(models["dense"], tmp_path / "none").checkpoints.newest() is None
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("steps", "said"),
     [(5, "resume_from_checkpoint=True continues from checkpoint-3"), (2, "no complete checkpoint has been saved")],
@@ -431,6 +435,7 @@ class OwnSampler(trl_steady.GRPOTrainer):
         return Repeated(len(self.train_dataset), self.num_generations)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("kind", [OwnLoader, PreparedLoader, OtherLoader, OwnSampler])
 @pytest.mark.parametrize("steps", [6, 11])  # in the second epoch, and in the third
 def test_a_run_with_an_order_of_its_own_resumes_as_trls(

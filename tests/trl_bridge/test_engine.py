@@ -146,6 +146,7 @@ def test_with_an_engine_trls_losses_are_trls_and_the_mismatch_is_logged(
         assert row["mismatch/log_ratio_q01"] < 0 < row["mismatch/log_ratio_q99"]
 
 
+@pytest.mark.slow
 @pytest.mark.supports("gspo", "gspo_token", "KL corrections", "masks", on="vLLM server", only="stand-in")
 @pytest.mark.parametrize("loss_type", cases(("gspo", "grpo", "gspo_token"), fast=1))
 def test_an_engines_log_probs_decide_masks_and_correct_the_kl(
@@ -183,6 +184,7 @@ def colocated(models: dict[str, Path], tmp_path: Path, engine: engines.Engine, m
     return built
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("method", ["GRPO", "PPO", "RLOO"])
 def test_a_users_arguments_of_an_engine_win_over_trls(colocated: Any, method: str) -> None:
     llm, replay = vllm_generation.LLM, {"method": method, "router_replay": "R3"}

@@ -98,6 +98,7 @@ def owned(trainer: Any) -> list[nn.Module]:
     return [model for model in models if model is not None]
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_they_equal_those_of_models_in_eval_mode(
     models: dict[str, Path], wide: Path, tmp_path: Path, name: str

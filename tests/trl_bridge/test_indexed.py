@@ -36,6 +36,7 @@ def twice(self: Any, model: Any, *others: Any, **options: Any) -> Any:
     return TRLS(self, model, *others, **options)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("options", [{}, {"trim_padding": False}, {"token_budget": 40}], ids=str)
 @pytest.mark.parametrize("scoring", [without_the_last, twice])
 def test_scoring_that_skips_or_repeats_rows_is_refused(

@@ -91,6 +91,7 @@ def outcome(run: Run, model: PreTrainedModel, ids: Tensor, labels: Tensor) -> li
     return [each.detach().cpu() for each in (*results, *gradients)]
 
 
+@pytest.mark.fast_rows(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("run", "family"),

@@ -48,6 +48,7 @@ class Judge(transformers.TrainerCallback):
         self.log({"train_runtime": 1.0, "loss": 1.0})
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("kind", [Plain, Delegates, LogsAgain, InTheLoss, Judge])
 def test_each_call_of_transformers_exchanges_metrics_once(models: dict[str, Path], tmp_path: Path, kind: Any) -> None:
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}

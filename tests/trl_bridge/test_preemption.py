@@ -30,6 +30,7 @@ def build(models: dict[str, Path], output: Path, **options: Any) -> Any:
     return tiny.trainer(models[options.pop("model", "dense")], output, **options)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.filterwarnings("ignore:value_init")
 @pytest.mark.parametrize(
     ("place", "options"),
@@ -77,6 +78,7 @@ def test_a_signal_in_a_step_is_saved_after_it(
     assert resumable.differences(whole, found) == []
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("place", "step", "options"),
     [
@@ -124,6 +126,7 @@ def test_a_signal_in_the_last_step_changes_nothing(
     assert trainer.state.global_step == 3
 
 
+@pytest.mark.slow
 @processes.on_two
 def test_a_signal_to_one_of_two_processes_ends_both(models: dict[str, Path], tmp_path: Path) -> None:
     PartialState(cpu=True)
@@ -141,6 +144,7 @@ def test_a_signal_to_one_of_two_processes_ends_both(models: dict[str, Path], tmp
         assert resumable.differences(whole, resumable.state(resumed)) == []
 
 
+@pytest.mark.slow
 @processes.on_two
 def test_processes_exchange_nothing_without_the_option(models: dict[str, Path], tmp_path: Path) -> None:
     PartialState(cpu=True)

@@ -59,6 +59,7 @@ def check_same(own: tuple[dict[str, Tensor], float], other: tuple[dict[str, Tens
     assert all(torch.equal(value, other[0][name]) for name, value in own[0].items())
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("method", "is_dynamic"),
     [("GRPO", False), ("RLOO", False), ("PPO", False), ("GRPO", True), ("RLOO", True)],
@@ -87,6 +88,7 @@ def test_changed_rewards_are_trained(models: dict[str, Path], tmp_path: Path, me
     check_same(changed, trained(models["dense"], tmp_path / "b", [other, halves], **options))
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("method", ["GRPO", "PPO"])
 def test_a_changed_reward_of_one_step_is_that_of_the_step(
     models: dict[str, Path], tmp_path: Path, method: str
@@ -105,6 +107,7 @@ def test_a_changed_reward_of_one_step_is_that_of_the_step(
     check_same(changed, trained(models["dense"], tmp_path / "b", opposite, **options))
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("method", ["GRPO", "PPO"])
 def test_steps_without_a_reward_any_more(models: dict[str, Path], tmp_path: Path, method: str) -> None:
     """A subclass that marks a completion as unscored, by NaN, takes its steps too."""
@@ -198,6 +201,7 @@ def roll(model: Path, folder: Path, value: float, equal: list[bool], *, moved: b
     return Rolled(advantages.view(-1, SIZE), zero_std)
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize(
     ("setting", "value"), [*((setting, 0.1) for setting in BY_GROUP | BY_BATCH), ("group", 0.7), ("RLOO", 0.9)]
 )
@@ -271,6 +275,7 @@ def test_an_answer_without_extra_values_shows_none(models: dict[str, Path], tmp_
     assert columns == [[1] * 16, [None] * 16, [3] * 16]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("act", "evaluations"),
     [

@@ -21,6 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_after_a_users_stop_is_trained(models: dict[str, Path], tmp_path: Path, method: str) -> None:
     """TRL would train the padding after it, and log each such completion as cut off."""

@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "gmpo", "dapo"])
 def test_a_micro_batch_of_ours_waits_for_nothing(
     models: dict[str, Path], tmp_path: Path, loss_type: str, monkeypatch: pytest.MonkeyPatch
@@ -83,6 +84,7 @@ def test_weights_of_an_engine_wait_for_nothing(models: dict[str, Path], tmp_path
     assert len(logged) == 5 and all(len(values) == 1 for values in logged.values())
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("method", ["GRPO", "PPO"])
 def test_leaving_steps_out_reads_the_norm_that_is_logged(models: dict[str, Path], tmp_path: Path, method: str) -> None:
     """In a finite step of the policy nothing else is read; of a critic, its norm."""

@@ -98,6 +98,7 @@ def test_parameters_of_the_base_that_peft_does_not_save_are_refused(
         tiny.trainer(policy(models["dense"], trained, bias=bias), tmp_path)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("start", "loaded"), [("olora", False), ("pissa", True)])
 def test_the_reference_is_the_model_that_was_given(
     models: dict[str, Path], tmp_path: Path, start: str, loaded: bool
@@ -146,6 +147,7 @@ def saved_reward(model: Path, folder: Path, base: str | None = None) -> Path:
     return folder / "reward"
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("before", "after", "is_same"),
     [

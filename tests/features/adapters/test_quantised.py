@@ -61,6 +61,7 @@ def test_a_loaded_adapter_is_not_rounded_if_asked(wide: Path, tmp_path: Path, dt
     assert all(torch.equal(after[name], before[name]) == (dtype == "float32") for name in before)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("dtype", "moved"), [(None, 0.05), ("float32", 1.0)])
 def test_a_learning_rate_of_1e_6_is_lost_on_bf16_adapters(
     wide: Path, tmp_path: Path, dtype: str | None, moved: float

@@ -148,6 +148,7 @@ def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("step", [2, 4])  # inside a window, and at its end
 def test_a_resume_with_another_adapter_is_refused(
     models: dict[str, Path], tmp_path: Path, run: Path, step: int, capsys: pytest.CaptureFixture[str]
@@ -248,6 +249,7 @@ def test_a_kind_that_cannot_be_resumed_is_told_before_the_run(models: dict[str, 
     assert not [each for each in caught if "PEFT does not save" in str(each.message)]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("name", ["prompt", "prefix"])
 def test_a_kind_that_is_saved_resumes_exactly(models: dict[str, Path], tmp_path: Path, name: str) -> None:
     def build() -> Any:

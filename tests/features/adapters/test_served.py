@@ -20,6 +20,7 @@ from trl_steady.features.adapters import vllm_sync as serving
 built = tools.built
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.supports("quantised base", "adapter_dtype", on="vLLM colocate", only="stand-in")
 @pytest.mark.supports("moving reference, quantised base", on="vLLM colocate", only="stand-in")
 @pytest.mark.parametrize("base", ["float32", "nf4"])
@@ -58,6 +59,7 @@ def test_calls_of_vllms_own_methods_are_answered_with_the_adapter(built: Callabl
     assert llm.answered[1:] == [None]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("sync", [None, False], ids=["adapter", "merged"])
 def test_a_second_training_begins_with_the_policy_of_the_first(
     built: Callable[..., tuple[Any, LLM]], sync: bool | None
@@ -80,6 +82,7 @@ def test_the_best_policy_is_sent_before_it_is_evaluated(built: Callable[..., tup
     assert len(llm.adapters) == sent + 1
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.supports("PPO, LoRA", on="vLLM colocate", only="stand-in")
 @pytest.mark.parametrize("sync", [True, False], ids=["adapter", "merged"])
 def test_a_critic_on_the_policys_base_is_not_sent(
@@ -107,6 +110,7 @@ def test_a_critic_on_the_policys_base_is_not_sent(
     assert adapter.r == tiny.LORA["r"] and adapter.target_modules == {*tiny.LORA["target_modules"]}
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

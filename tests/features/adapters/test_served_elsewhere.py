@@ -24,6 +24,7 @@ mixture, engine, in_process = engines.mixture, engines.engine, engines.in_proces
 server, over_http, built = engines.server, engines.over_http, tools.built
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("options", [{"router_replay": "R3"}, {"top_k": 50, "keep_sampling_mask": True}])
 def test_what_the_engine_says_of_tokens_is_as_with_merged_weights(
     engine: engines.Engine, in_process: engines.Build, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -120,6 +121,7 @@ def test_merged_weights_are_not_generated_with_an_adapter(server: engines.Server
     assert server.requests[engines.LOAD] and trainer.vllm_generation.vllm_client.model == "mixture"
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("stage", ["base", "send"])
 def test_processes_agree_on_adapters(
     built: Callable[..., tuple[Any, LLM]], monkeypatch: pytest.MonkeyPatch, stage: str

@@ -86,6 +86,7 @@ def runs(model_of: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return folders
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("run", "step", "why"),
     [
@@ -99,6 +100,7 @@ def test_a_checkpoint_without_a_critic_is_refused(
     refused(build("lora", model_of, tmp_path, **PLAIN), runs[run] / f"checkpoint-{step}", f"checkpoint-{step} {why}")
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -136,6 +138,7 @@ def test_every_option_of_ppo_is_one_or_the_other() -> None:
     assert own == in_rollout | FREE
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("kl_coef", [0.0, 0.7])
 def test_the_next_window_has_the_coefficient_of_the_options(
     model_of: Any, runs: dict[str, Path], tmp_path: Path, kl_coef: float

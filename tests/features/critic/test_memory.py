@@ -25,6 +25,7 @@ class Saved:
         self.tensor = tensor
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("lora", CHECKPOINTING), ("lora", BUDGET), ("full", {}), ("full", BUDGET), ("nf4", {})],
@@ -62,6 +63,7 @@ def test_the_critics_graph_is_gone_when_the_policys_forward_begins(
     assert left == [(0, True)] * len(left)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_loss_that_a_script_changes_changes_the_critics_too(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -81,6 +81,7 @@ def check_values(expected: list[Tensor], found: list[Tensor], *, close: float = 
         torch.testing.assert_close(other.float(), one, rtol=close, atol=close)
 
 
+@pytest.mark.fast_rows(1)
 def test_the_critic_is_a_plain_model_for_sequence_classification(saved: tuple[str, Any, Path], model_of: Any) -> None:
     kind, trainer, folder = saved
     expected = values(trainer)
@@ -124,6 +125,7 @@ def test_the_policy_is_saved_without_the_critic(saved: tuple[str, Any, Path], mo
             assert torch.equal(policy(ids).logits.log_softmax(-1), expected)
 
 
+@pytest.mark.fast_rows(1)
 def test_a_saved_critic_begins_a_new_run(saved: tuple[str, Any, Path], model_of: Any, tmp_path: Path) -> None:
     def adapter(of: Any, name: str) -> dict[str, Tensor]:
         return {own: value for own, value in tiny.parameters(of).items() if name in own.split(".")}
@@ -152,6 +154,7 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("as_path", [False, True])
 def test_a_value_model_is_the_critic(model_of: Any, tmp_path: Path, scorer: Path, as_path: bool) -> None:
     given = AutoModelForSequenceClassification.from_pretrained(scorer)
@@ -166,6 +169,7 @@ def test_a_value_model_is_the_critic(model_of: Any, tmp_path: Path, scorer: Path
     assert not torch.allclose(torch.cat(after), torch.cat(expected))
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("how", ["model", "path", "value_model"])
 def test_the_reward_model_begins_the_critic_and_stays_as_it_is(
     model_of: Any, tmp_path: Path, scorer: Path, how: str
@@ -238,6 +242,7 @@ def test_an_architecture_without_a_classifier_is_refused_with_the_way_out(tmp_pa
     assert tiny.train(trainer).state.global_step == 1
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("name", "of_policy", "of_critic"),
     [
@@ -281,6 +286,7 @@ def test_adapters_of_other_kinds_are_saved_and_loaded(
     assert resumable.differences(trainer.critic.state(), again.critic.state()) == []
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_bf16_policy_has_a_critic_with_a_head_in_float32(kind: str, model_of: Any, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_of("lora"), dtype=torch.bfloat16)

@@ -21,6 +21,7 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("options", "lora"),
     [
@@ -96,6 +97,7 @@ def test_advantages_and_returns_are_the_oracles(
         assert max(apart(*pair) for pair in zip(others, (advantages, returns), strict=True)) > 1e-2
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -147,6 +149,7 @@ def test_values_and_log_probs_are_those_of_a_plain_forward(
         assert trained == {n for n, _ in whole.named_parameters() if "default" in n.split(".")}
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_passes_of_a_rollout(models: dict[str, Path], tmp_path: Path, lora: bool) -> None:
     """Without coefficients there is no reference. On-policy, only the KL in the reward needs old log-probs."""

@@ -39,6 +39,7 @@ def of(history: Iterable[dict[str, float]], metric: str) -> list[float]:
     return [row[metric] for row in history if metric in row]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_reference_moves_for_the_kl_in_the_reward(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
     """A window is 4 steps. The KL of a rollout is exactly 0 right after a move, and only then."""
@@ -128,6 +129,7 @@ def test_replay_with_recomputed_layers_of_both_is_refused(models: dict[str, Path
         build(models["moe"], tmp_path, router_replay="R2", router_aux_loss_coef=0.0, gradient_checkpointing=True)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("form", later_trl.ARGUMENTS)
 def test_a_run_is_the_same_with_a_trl_whose_head_takes_more_arguments(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str

@@ -27,6 +27,7 @@ def everything(trainer: Any) -> dict[str, Tensor]:
     return snapshot({**policy_parameters(trainer), **critic})
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("kind", "loss_type"), [("lora", "grpo"), ("lora", "vespo"), ("full", "dapo")])
 def test_loss_and_gradient_of_the_policy_are_trls(
     models: dict[str, Path], tmp_path: Path, loss_type: str, kind: str
@@ -60,6 +61,7 @@ def test_loss_and_gradient_of_the_policy_are_trls(
     assert inputs["advantages"].shape == inputs["completion_ids"].shape
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -91,6 +93,7 @@ def test_recomputed_layers_give_the_same_gradients(
     assert {name.startswith("critic") for name in moved} == {True, False}
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -166,6 +169,7 @@ def test_the_critic_after_some_steps_is_that_of_updates_by_hand(
     assert within(critics.distance(found, expected), 5e-5)  # of norms in float32
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("kind", "other"),
     [
@@ -190,6 +194,7 @@ def test_options_of_the_critic_act_on_the_critic_only(
     assert logged[0] == logged[1] == [0.01] * 4
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("kind", ["lora", "full", "nf4"])
 def test_in_warm_up_only_the_critic_learns(model_of: Any, tmp_path: Path, kind: str) -> None:
     """Neither weight decay nor another term of the loss moves the policy. The optimizer has no state of it."""
@@ -211,6 +216,7 @@ def test_in_warm_up_only_the_critic_learns(model_of: Any, tmp_path: Path, kind: 
         assert has_state == (step == 2)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_critic_does_not_change_the_first_rollout(models: dict[str, Path], tmp_path: Path, lora: bool) -> None:
     """Prompts, completions and log-probs of a GRPOTrainer with the same seed: the critic draws no random number."""

@@ -21,6 +21,7 @@ from trl_steady.features.dynamic_sampling import DynamicSampling, _Group, step_r
 METHODS = pytest.mark.parametrize("method", ["GRPO", "RLOO"])
 
 
+@pytest.mark.fast_rows(1)
 @METHODS
 def test_exactly_the_groups_without_a_signal_are_replaced(
     models: dict[str, Path], tmp_path: Path, method: str
@@ -87,6 +88,7 @@ def step(*values: float) -> StepRewards:
 NAN, UNEVEN = math.nan, [1.0, 1.0, 1.0, 2.0]
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize(
     ("values", "options", "expected"),
     [
@@ -218,6 +220,7 @@ def test_nothing_is_kept(models: dict[str, Path], tmp_path: Path) -> None:
 LARGE, SMALL = [0.0, 0.0, 9.0, 9.0], [0.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("values", "chosen_filter", "said"),
     [
@@ -275,6 +278,7 @@ def test_a_round_asks_for_what_is_missing_by_the_share_that_was_kept(models: dic
         assert [len(answers) for answers in trainer.rollouts[-1].rounds] == expected
 
 
+@pytest.mark.fast_rows(1)
 @METHODS
 def test_statistics_are_those_before_the_filter(models: dict[str, Path], tmp_path: Path, method: str) -> None:
     """Each rollout has one value, that of its first round. Tokens are those of all rounds."""
@@ -335,6 +339,7 @@ def test_the_first_rejected_slots_are_filled_whichever_process_found_the_group(
 # errors
 
 
+@pytest.mark.fast_rows(1)
 @METHODS
 @pytest.mark.parametrize(
     ("value", "error"),

@@ -34,6 +34,7 @@ def further(trainer: Any) -> list[int]:
     return [rounds.number(group[0].prompt) for answers in later for group in groups(answers)]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("data", [tiny.dataset(6), tiny.dataset(6).to_iterable_dataset()], ids=["rows", "stream"])
 def test_prompts_are_taken_pass_by_pass_and_a_resume_goes_on(
     models: dict[str, Path], tmp_path: Path, data: Any

@@ -52,6 +52,7 @@ def run(models: dict[str, Path], output: Path, *, model: str = "dense", **option
     return tiny.train(tiny.trainer(models[model], output, **options))
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     {
@@ -114,6 +115,7 @@ def test_columns_are_those_of_the_rows_that_were_chosen(models: dict[str, Path],
     assert any(len(rollout.rounds) > 1 for rollout in trainer.rollouts)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     "convert",
     [
@@ -225,6 +227,7 @@ def test_routes_and_kept_sets_are_those_with_which_the_rows_were_sampled(
     assert later > 8  # rows of further rounds
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("setup", ["tools", "environment"])
 def test_turns_of_agents_travel_with_their_rows(tmp_path: Path, setup: str) -> None:
     """Answers in several turns, with tools, in rounds that end after different numbers of turns."""

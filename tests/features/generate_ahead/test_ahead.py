@@ -58,6 +58,7 @@ def rows_of(count: int) -> dict[str, Any]:
 ONE_EPOCH: dict[str, Any] = {**ONE_STEP, **rows_of(24)}  # of six steps
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("window", "options"),
     cases(
@@ -127,6 +128,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
 SAMPLED = {"keep_sampling_mask": True, "top_k": 50, "top_p": 0.9}
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("method", "options"),
     cases(
@@ -171,6 +173,7 @@ def test_a_run_equals_one_that_gets_the_same_answers_when_it_asks(
     assert differences(outcome(trained(model, is_ahead=False, **options)), found) != []  # newer policies
 
 
+@pytest.mark.slow
 def test_an_evaluation_asks_the_policy_as_it_is(trained: Train, watched: Watched) -> None:
     options = {
         **ONE_STEP,
@@ -192,6 +195,7 @@ def test_an_evaluation_asks_the_policy_as_it_is(trained: Train, watched: Watched
     assert watched.asked[-1].version == watched.syncs and all(each.is_steady for each in watched.asked)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("case", "options", "rows", "notes"),
     [
@@ -330,6 +334,7 @@ class Callback(TrainerCallback):
         self.function(self.trainer)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("option", ["temperature", "presence_penalty"])
 def test_the_result_of_another_request_is_thrown_away(
     models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, option: str
@@ -369,6 +374,7 @@ def test_a_script_that_sends_weights_waits_too(
     assert logged(trainer, "async/versions_behind") == [0, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("refusal", "message"),
     [((500, "the engine is dead"), r"Request failed: 500.*the engine is dead"), (None, "KeyError")],
@@ -427,6 +433,7 @@ def test_a_run_that_loses_its_machine_goes_on_with_the_answers_that_are_ahead(
     assert [row["async/versions_behind"] for row in tiny.history(resumed)[:-1]] == [0, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_waited_for(
     models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
 ) -> None:

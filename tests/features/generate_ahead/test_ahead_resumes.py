@@ -26,6 +26,7 @@ SAVED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "own"),
     cases(

@@ -60,6 +60,7 @@ def _build(name: str, text: str | None = None, **changed: Any) -> PreTrainedMode
     return model
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize(
     ("name", "sizes", "width"),
     [

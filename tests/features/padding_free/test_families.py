@@ -104,6 +104,7 @@ def test_the_table_is_of_all_families() -> None:
     assert set(families.names()) == set(told)
 
 
+@pytest.mark.fast_rows(3)
 @pytest.mark.parametrize("name", cases(families.names(), FAST.intersection(families.names())))
 def test_a_batch_without_its_padding(name: str) -> None:
     """Several sequences and one alone, only cut even if they could be packed, and with shared prompts."""

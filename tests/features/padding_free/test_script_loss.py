@@ -91,6 +91,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         )
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("method", "term", "options"),
     [
@@ -121,6 +122,7 @@ def test_inputs_are_changed_by_trls_micro_batches(models: dict[str, Path], tmp_p
     assert any(not torch.allclose(value, plain[name]) for name, value in tiny.parameters(theirs).items())
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("warmup", [0, 2])
 def test_the_critic_of_ppo_reads_what_the_script_leaves_alone(
     models: dict[str, Path], tmp_path: Path, warmup: int
@@ -168,6 +170,7 @@ class Conditional(trl_steady.GRPOTrainer):
 ONCE = "does not pass each sequence of a micro-batch on to super\\(\\) once"
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("kind", "why"),
     [

@@ -62,6 +62,7 @@ def assert_same_training(padded: Any, ours: Any, *, metrics: bool = True) -> Non
                 assert within(abs(row[name] - value), 4e-4 * abs(value) + 8e-6, granted=granted), name
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("loss_type", "share_prompts"), [("grpo", False), ("dapo", True), ("gspo_token", True)])
 def test_losses_gradients_and_metrics_are_those_of_padded_passes(
     models: dict[str, Path], tmp_path: Path, loss_type: str, share_prompts: bool
@@ -69,6 +70,7 @@ def test_losses_gradients_and_metrics_are_those_of_padded_passes(
     assert_same_training(*pair(models, tmp_path, loss_type=loss_type, share_prompts=share_prompts))
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -109,6 +111,7 @@ def test_a_batch_without_padding_is_trained_on_bit_for_bit_as_by_trl(models: dic
     assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(ours).items())
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("loss_type", "token_budget", "accumulated"),
     # parts of TRL's micro-batches, several, and one. The 16 are those of two rollouts, twice.
@@ -145,6 +148,7 @@ def test_a_micro_batch_by_tokens_is_as_large_as_its_budget_allows(models: dict[s
         assert len(widths) < 16 and max(lengths) + min(lengths) <= 30 < sum(lengths[:4])  # not one by one, nor TRL's
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("budget", [2, 30])
 def test_a_budget_below_every_sequence_warns_once_with_one_to_set(
     models: dict[str, Path], tmp_path: Path, budget: int

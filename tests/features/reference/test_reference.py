@@ -22,6 +22,7 @@ OTHER = {"target_modules": ["k_proj", "v_proj"]}
 RANDOM = {"init_lora_weights": False, "target_modules": ["q_proj", "v_proj"], "r": 4}
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("base", "adapter", "options"),
     [
@@ -98,6 +99,7 @@ def test_log_probs_are_equal_right_after_a_refresh(
     assert trained and all(not torch.equal(pair.policy, pair.reference) for pair in trained)  # step 13 moved on
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("base", "steps"), [("dense", 100), ("moe", 4)])
 def test_the_reference_is_trls_where_steps_and_windows_agree(
     models: dict[str, Path], tmp_path: Path, base: str, steps: int
@@ -194,6 +196,7 @@ def test_a_policy_of_other_adapters_is_refused(
         tiny.trainer(model, tmp_path, **options)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("disable", [True, False])
 def test_the_reference_drops_nothing_out(models: dict[str, Path], tmp_path: Path, disable: bool) -> None:
     config = LoraConfig(**RANDOM, lora_dropout=0.2)

@@ -22,6 +22,7 @@ def rows(trainer: Any) -> list[dict[str, float]]:
     return [row for row in tiny.history(trainer) if "kl" in row]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("settings", "steps", "moved"),
     [
@@ -55,6 +56,7 @@ def test_it_moves_when_the_kl_of_an_update_exceeds_the_limit(models: dict[str, P
     assert {rule for _, _, rule in expected} == {"kl", "steps"}
 
 
+@pytest.mark.slow
 def test_the_kl_rule_looks_at_every_update_whatever_is_logged(models: dict[str, Path], tmp_path: Path) -> None:
     """An update of two micro-batches, a window of two updates: the KL is the mean of both, as it is logged."""
     options = {"ref_model_sync_steps": 100, "gradient_accumulation_steps": 2, "max_steps": 6}
@@ -70,6 +72,7 @@ def test_the_kl_rule_looks_at_every_update_whatever_is_logged(models: dict[str, 
     assert above.reference_refreshes[0].step > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "own"),
     cases([("PPO", {"beta": 0.0, "kl_coef": 0.04}), ("GRPO", {}), ("RLOO", {})], fast=1),
@@ -107,6 +110,7 @@ def test_the_kl_rule_measures_no_dropout(
     assert before[0] == before[1] and len(before[0]) == 8
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("reset", [False, True])
 def test_the_optimizer_is_cleared_if_asked_and_the_schedule_goes_on(
     models: dict[str, Path], tmp_path: Path, reset: bool
@@ -120,6 +124,7 @@ def test_the_optimizer_is_cleared_if_asked_and_the_schedule_goes_on(
     assert rates == pytest.approx([1e-2 * (1 - i / 22) for i in range(22)])
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_callback_makes_trls_trainer_ours(models: dict[str, Path], tmp_path: Path, lora: bool) -> None:
     options = {"ref_model_sync_steps": 3, "ref_model_sync_kl": 0.05}

@@ -82,6 +82,7 @@ def test_dropout_of_the_base_acts_in_the_training_of_the_reward_model_alone(
     assert resumable.differences(*weights) != []  # dropout acted
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("saves_model_only", [False, True])
 def test_the_best_policy_gets_its_reward_model_and_critic_back(
     models: dict[str, Path], tmp_path: Path, saves_model_only: bool
@@ -131,6 +132,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     return {name: path / f"checkpoint-{9 if name == 'refreshed' else 2}" for name, path in folders.items()}
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("name", "kind", "options", "message"),
     [

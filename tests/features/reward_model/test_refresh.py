@@ -25,6 +25,7 @@ from trl_steady.features.reward_model.feature import RewardModel
 from trl_steady.features.reward_model.training import fit, measure
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("kind", ["lora", "full", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_the_order_is_algorithm_1s_and_each_part_changes_only_its_own(
     kind: str, model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +81,7 @@ def test_the_order_is_algorithm_1s_and_each_part_changes_only_its_own(
     assert [refresh.step for refresh in trainer.reference_refreshes] == [4, 8]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("fraction", "replayed"), [(0.0, [0, 0, 0]), (0.1, [0, 1, 1]), (0.5, [0, 12, 12])])
 def test_a_share_is_replayed_but_no_held_out_answer(
     fraction: float, replayed: list[int], models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +105,7 @@ def test_a_share_is_replayed_but_no_held_out_answer(
         out |= texts(given["held_out"]) - texts(given["fresh"])
 
 
+@pytest.mark.slow
 def test_it_learns_the_rule_and_says_so(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +169,7 @@ def test_a_step_without_a_verdict_is_no_example(models: dict[str, Path], tmp_pat
     assert sum(len(answer.ends) for answer in answers) < sum(map(len, texts))
 
 
+@pytest.mark.slow
 def test_evaluation_has_a_true_reward_and_gives_no_examples(models: dict[str, Path], tmp_path: Path) -> None:
     data = tiny.dataset(8)
     options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
@@ -175,6 +179,7 @@ def test_evaluation_has_a_true_reward_and_gives_no_examples(models: dict[str, Pa
     assert [row for row in trainer.state.log_history if "eval_reward_model/true" in row]
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("accept", "is_worse", "accepted"),
     [("held_out_not_worse", True, False), ("always", True, True), ("held_out_not_worse", False, True)],
@@ -347,6 +352,7 @@ def test_an_iteration_without_examples_leaves_it_as_it_is(models: dict[str, Path
     assert len(trainer.reference_refreshes) == 2
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_ppos_critic_may_begin_as_the_reward_model(kind: str, model_of: Any, tmp_path: Path) -> None:
     first = rewarding.build(kind, model_of(kind), tmp_path / "a")

@@ -26,6 +26,7 @@ def saved(kind: str, base: Path, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, folder)
 
 
+@pytest.mark.fast_rows(1)
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "trim_padding"), [("lora", True), ("lora", False), ("nf4", True), ("full", True)])
 def test_scores_are_those_of_the_saved_model_which_comes_back(

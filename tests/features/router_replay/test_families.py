@@ -53,6 +53,7 @@ def _is_of(routes: Tensor, width: int) -> Tensor:
     return torch.zeros(len(routes), width, dtype=torch.bool).scatter(1, routes.long(), True)
 
 
+@pytest.mark.slow
 def test_the_cases_are_all_families_with_experts() -> None:
     kinds = re.compile("Router|Experts|TopK|Topk")
     mixed = {
@@ -97,6 +98,7 @@ def test_experts_that_topk_does_not_choose_are_refused_in_the_first_pass() -> No
     assert torch.equal(routes, expected)
 
 
+@pytest.mark.fast_rows(11)
 @pytest.mark.parametrize("case", CASES)
 def test_a_family_records_its_routes_and_follows_others(case: str) -> None:
     model = mixtures.build(case)

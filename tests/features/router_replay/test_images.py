@@ -49,6 +49,7 @@ def on_meta(family: str) -> Any:
         return kind(family)(kind(family).config_class())
 
 
+@pytest.mark.slow
 def test_the_tables_are_of_all_families_with_images() -> None:
     mixed = {
         family
@@ -58,6 +59,7 @@ def test_the_tables_are_of_all_families_with_images() -> None:
     assert mixed == {*FOUND, *IN_TWO_STACKS, *LOOPED, *WITHOUT, *UNBUILT}
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize("family", FOUND)
 def test_routers_of_the_text_are_found_one_in_a_layer(family: str) -> None:
     routers = Routers(on_meta(family))

@@ -23,6 +23,7 @@ from tests.oracles.routes import NONE
 from tests.tools import tiny
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -64,6 +65,7 @@ def test_r2_replays_the_experts_of_the_policy_that_scored_the_rollout(
     assert sorted(rollouts[0]) == sorted(whole) and rollouts[0][:16] != generated[0]  # TRL shuffles them
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,6 +124,7 @@ def test_r3_replays_the_experts_of_the_rollout(
     assert apart == sum(len(update.rows) for update in updates) > 0
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -74,6 +74,7 @@ ANSWERS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_what_an_engine_in_the_process_returns_is_replayed(
     mixture: Path, engine: Engine, colocated: Build, answer: str
@@ -88,6 +89,7 @@ def test_what_an_engine_in_the_process_returns_is_replayed(
     assert "generate" not in vars(llm) and engine.weights.keys() == tiny.parameters(trainer).keys()
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("answer", ["all but the last token", "layers with routers"])
 def test_what_a_server_returns_is_replayed(
     mixture: Path, engine: Engine, server: Server, served: Build, answer: str

@@ -48,6 +48,7 @@ def test_virtual_tokens_are_refused_in_the_first_rollout(models: dict[str, Path]
 BLOCKS = {"num_blocks": 64, "max_batch_tokens": 64}
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("through", "option"),
     [

@@ -48,6 +48,7 @@ def test_evaluation_replays_too_and_leaves_training_alone(models: dict[str, Path
     )
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("replay", "log_level"), [("R2", "debug"), ("R3", "passive")])
 def test_what_is_logged_by_hand(models: dict[str, Path], tmp_path: Path, replay: str, log_level: str) -> None:
     """Tokens without a route go where they would."""

@@ -21,6 +21,7 @@ def same(found: CandidateSets, sets: list[list[int]]) -> bool:
     return is_typed and found.ids.tolist() == [*itertools.chain(*sets)] and found.offsets.tolist() == offsets
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("at_a_time", [1, 2, 4, 100])
 def test_sets_are_built_read_joined_and_taken_like_lists(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 4 positions, each with none, one or three tokens. No token is in two sets, and no set is in order."""

@@ -24,6 +24,7 @@ MOVING |= {"steps_per_generation": 2, "max_steps": 6}
 IN_BUDGET = {"token_budget": 30, "gradient_accumulation_steps": 2}
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -72,6 +73,7 @@ def test_every_pass_scores_among_the_tokens_that_were_kept(
     assert distant > 0.3 * tokens > 0
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(("is_large", "trim_padding"), [(True, False), (False, True)])
 @pytest.mark.filterwarnings("ignore:.*leaves tokens out", "ignore:.*were sampled among more")
 def test_without_sets_a_run_is_the_same_bit_for_bit(

@@ -61,6 +61,7 @@ def check(trainer: Any, folder: Path, expected: Callable[[Row, int], Sets] = ret
     assert {"logps", "old_per_token_logps"} <= trainer.updates[0].rows[0].values.keys() and np.mean(apart) > 0.3
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.supports("keep_sampling_mask", on=("vLLM colocate", "vLLM server"), only="stand-in")
 def test_sets_are_in_every_update_and_in_every_pass(models: dict[str, Path], engine: Engine, built: Build) -> None:
     """Two rollouts, the second after a sync."""
@@ -94,6 +95,7 @@ def test_a_server_has_each_prompt_once_and_answers_in_any_order(
     assert sorted(came) == sorted(server.answers) and came != server.answers
 
 
+@pytest.mark.fast_rows(1)
 def test_a_token_without_a_choice_of_tokens_is_scored_among_all(
     models: dict[str, Path], engine: Engine, built: Build
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_token_without_a_choice_of_tokens_is_scored_among_all(
     assert 0.5 < share < 0.9 and tiny.history(trainer)[0]["sampling_mask/fallback"] == pytest.approx(share)
 
 
+@pytest.mark.fast_rows(1)
 def test_sets_of_an_agents_turns_are_put_together(tmp_path: Path, engine: Engine, built: Build) -> None:
     """A turn's are of that turn; a tool's result has none. Every second completion is a call."""
     reader = agent.tokenizer()
@@ -181,6 +184,7 @@ def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
     assert sent == [] and len(server.requests[TOKENS]) == 4 and seen == 4 * generations
 
 
+@pytest.mark.fast_rows(2)
 @pytest.mark.parametrize(
     ("left", "message"),
     [

@@ -100,6 +100,7 @@ def test_all_kinds_of_rewards_together(models: dict[str, Path], tmp_path: Path, 
         assert list(logged[name]) == pytest.approx([float("nan") if v is None else v for v in column], nan_ok=True)
 
 
+@pytest.mark.fast_rows(1)
 @pytest.mark.parametrize(
     ("loss_type", "formula", "scale"), [("gspo_token", "return_to_go", "group"), ("dapo", "process", "batch")]
 )
