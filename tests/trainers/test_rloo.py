@@ -36,7 +36,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.fast_rows(1)
 @pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
 @pytest.mark.parametrize("name", cases(OPTIONS, ("accumulation", "several passes", "two rewards", "lora")))
 def test_everything_off_is_trls_bit_for_bit(models: dict[str, Path], tmp_path: Path, name: str) -> None:

@@ -60,6 +60,7 @@ CUT_RIGHT = _set(
 WHOLE = _set("cpmant doge")
 """Nothing: padding is read out of the tokens and taken to be at the left, or rows are mixed."""
 
+SHIFTED = [name for name in families.names() if name in PACKED | CUT]
 PACKED_NAMES = [name for name in families.names() if name in PACKED or not IS_TOLD]
 # In the fast run, one family for each trait: plain, windows, a cap on attention, sinks, a mixture, values narrower
 # than keys, norms of queries, queries scaled by channel; then those that are cut, cut at the right, or whole, for
@@ -104,7 +105,6 @@ def test_the_table_is_of_all_families() -> None:
     assert set(families.names()) == set(told)
 
 
-@pytest.mark.fast_rows(3)
 @pytest.mark.parametrize("name", cases(families.names(), FAST.intersection(families.names())))
 def test_a_batch_without_its_padding(name: str) -> None:
     """Several sequences and one alone, only cut even if they could be packed, and with shared prompts."""
@@ -154,9 +154,7 @@ TABLES = _set("codegen gptj")
 """The model has a table of angles, for as many positions as its config says."""
 
 
-@pytest.mark.parametrize(
-    "name", cases([name for name in families.names() if name in PACKED | CUT], FAST.intersection(PACKED | CUT))
-)
+@pytest.mark.parametrize("name", cases(SHIFTED, FAST.intersection(SHIFTED)))
 def test_columns_are_cut_only_if_positions_far_away_change_nothing(name: str) -> None:
     """With the weights of `families`, which differ by channel. Those of a new model would hide a scale of channels."""
     own = families.config(name, n_positions=2 * SHIFT) if name in TABLES else None
