@@ -111,6 +111,15 @@ def described() -> dict[str, list[Line]]:
     return panels
 
 
+def _text(line: Line) -> str:
+    return textwrap.fill(", ".join(line.features), 66)
+
+
+def _rows(line: Line) -> float:
+    """Return the height of a line of the picture in rows: two lines of text fit into one."""
+    return max(1.0, 0.45 * (_text(line).count("\n") + 1))
+
+
 def draw(path: Path) -> None:
     """Draw a panel for each of `PANELS`, top to bottom as it happens."""
     import matplotlib  # here: tests of the lines do without
@@ -120,18 +129,21 @@ def draw(path: Path) -> None:
     from matplotlib.patches import Patch
 
     panels = described()
-    _, *right = (len(panel) for panel in panels.values())
+    _, *right = (sum(_rows(line) for line in panel) for panel in panels.values())
     figure = plt.figure(figsize=(15, 0.36 * sum(right) + 1.5), layout="constrained")
     axes = figure.subplot_mosaic([["left", "top"], ["left", "bottom"]], height_ratios=right)
     heights = (sum(right) + 1, *right)
     for axis, height, (title, drawn) in zip(axes.values(), heights, panels.items(), strict=True):
         axis.set(title=title, xlim=(0, 100), ylim=(height - 0.3, -0.7))
         axis.axis("off")
-        for y, (depth, kind, name, features) in enumerate(drawn):
-            box = {"boxstyle": "round,pad=0.25", "facecolor": COLOURS[kind], "edgecolor": "none"}
-            axis.text(2.5 * depth + 1, y, PREFIX[kind] + name, family="monospace", fontsize=8, va="center", bbox=box)
-            text = textwrap.fill(", ".join(features), 66, max_lines=3)
-            axis.text(56, y, text, fontsize=6.5, va="center", linespacing=0.85)
+        top = -0.5
+        for line in drawn:
+            y = top + _rows(line) / 2
+            top += _rows(line)
+            label = PREFIX[line.kind] + line.name
+            box = {"boxstyle": "round,pad=0.25", "facecolor": COLOURS[line.kind], "edgecolor": "none"}
+            axis.text(2.5 * line.depth + 1, y, label, family="monospace", fontsize=8, va="center", bbox=box)
+            axis.text(56, y, _text(line), fontsize=6.5, va="center", linespacing=1.1)
     handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small")
     figure.savefig(path, dpi=110, metadata={"Description": repr(panels)})

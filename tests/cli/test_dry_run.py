@@ -18,6 +18,7 @@ from tests.tools import tiny
 from tests.tools.script import figure
 from trl_steady.cli import main as cli
 from trl_steady.cli.dry_run import _sizes, dry_run, memory
+from trl_steady.functional import memory as formulas
 
 scripts = own_scripts.scripts
 
@@ -178,6 +179,41 @@ def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
     critic = memory(tiny.trainer(policy, tmp_path, lora=True, method="PPO", num_generations=1, max_steps=2))
     assert critic["adapter"] + critic["critic"] == critic["gradients"]
     assert critic["critic"] == critic["adapter"] + 32 * 4  # and its head
+
+
+def peak(moments: dict[str, float]) -> int:
+    kept, *others = moments.values()
+    return round(kept + max(others))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_micro_batch_takes_what_the_critic_takes_if_that_is_more(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole critic computes in float32. On a GPU, and in a tile of few columns, the policy's head takes little."""
+    monkeypatch.setattr(formulas, "VOCAB_TILE", 64)
+    trainer = tiny.trainer(models["dense"], tmp_path, method="PPO", num_generations=1)
+    monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
+    sizes = _sizes(trainer.model)
+    assert sizes is not None
+    policy, critic = (peak(formulas.passes(sizes, "full", 32, critic=of)) for of in (False, True))
+    assert policy < critic == memory(trainer)["micro-batch of 32 tokens"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_head_is_copied_in_float32_on_a_gpu_before_torch_2_8(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = tiny.trainer(models["dense"], tmp_path, lora=True)
+    sizes = _sizes(trainer.model)
+    assert sizes is not None
+    monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
+    found: list[float] = []
+    for version, copies in (("2.7.1+cu128", True), ("2.8.0+cu128", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        found.append(memory(trainer)["micro-batch of 32 tokens"])
+        assert found[-1] == peak(formulas.passes(sizes, "LoRA", 32, copies_head=copies))
+    assert found[0] > found[1]
 
 
 def test_a_model_whose_layers_differ_has_no_micro_batch(models: dict[str, Path], tmp_path: Path) -> None:

@@ -171,6 +171,17 @@ def test_a_kl_that_stays_high_for_nothing_has_not_passed() -> None:
     assert [finding.passed for finding in findings if finding.symptom.name == "kl-rises"] == [None]
 
 
+@pytest.mark.parametrize(("high", "is_named"), [(2.5, True), (1.5, False)])
+def test_a_kl_that_stays_high_after_the_reward_has_risen_with_it_is_named(high: float, is_named: bool) -> None:
+    """Both rise in the first fifth, and stay. The reward has no fault, and the KL rises no more."""
+
+    def stays(done: float, random: np.random.Generator) -> Row:
+        rise = min(5 * done, 1)
+        return {"reward": 0.2 + 0.5 * rise + 0.02 * random.standard_normal(), "kl": high * rise}
+
+    assert ("kl-rises" in said(rows(90, stays))) is is_named
+
+
 def test_a_gap_in_a_log_is_no_missing_reward() -> None:
     logged = [row for row in rows(400, lambda done, random: {"reward": done}, 10) if not 40 < row["step"] < 370]
     assert "reward-missing" not in said(logged)

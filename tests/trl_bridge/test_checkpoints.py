@@ -19,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import trl_steady
 from tests.features.reference.tools import adapter_tensors
 from tests.tools import resumable, tiny
+from trl_steady.trl_bridge.manifest import why_incomplete, write_manifest
 
 WINDOW = {key: resumable.OPTIONS[key] for key in ("steps_per_generation", "num_iterations", "build")}
 FROZEN: dict[str, Any] = {**WINDOW, "beta": 0.04, "max_steps": 18, "save_strategy": "steps", "save_steps": 3}
@@ -202,6 +203,11 @@ def test_a_checkpoint_written_again_replaces_the_old_one(models: dict[str, Path]
             id="cut off",
         ),
         pytest.param("steady.json", lambda folder: os.truncate(folder / "steady.json", 9), id="a record"),
+        pytest.param(
+            "steady.json",
+            lambda folder: (folder / "steady.json").write_bytes(bytes((folder / "steady.json").stat().st_size)),
+            id="zeros of a disk",
+        ),
         pytest.param("manifest.json", lambda folder: os.truncate(folder / "manifest.json", 9), id="manifest"),
         pytest.param(
             "optimizer.pt",
@@ -256,6 +262,56 @@ def test_an_incomplete_checkpoint_is_refused_if_there_is_no_other(
     with pytest.raises(ValueError, match=rf"^{re.escape(str(checkpoint))} is incomplete: {why}"):
         trainer.train(resume_from_checkpoint=str(checkpoint) if by_name else True)
     assert trainer.state.global_step == 0
+
+
+def test_all_processes_refuse_a_checkpoint_that_one_has_in_part(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each machine may have a disk of its own. The others would wait for the one that raises."""
+    elsewhere = "rng_state_1.pth is missing or cut off"
+    monkeypatch.setattr("trl_steady.trl_bridge.vllm.gather_object", lambda reasons: [*reasons, elsewhere])
+    trainer = tiny.trainer(models["dense"], tmp_path, lora=True, **FROZEN)
+    with pytest.raises(ValueError, match=f"checkpoint-12 is incomplete: {elsewhere}"):
+        trainer.train(resume_from_checkpoint=str(runs["frozen"] / "checkpoint-12"))
+
+
+@pytest.mark.parametrize(
+    ("file", "is_read"),
+    [
+        ("optimizer_0/.metadata", True),
+        ("latest", True),
+        ("global_step3/mp_rank_00_model_states.pt", True),
+        ("model-00002-of-00002.safetensors", True),
+        ("tokenizer.json", False),
+        ("video_preprocessor_config.json", False),
+        ("README.md", False),
+    ],
+)
+def test_a_manifest_lists_what_a_resume_reads(tmp_path: Path, file: str, is_read: bool) -> None:
+    """Files of FSDP2 and DeepSpeed too, but none that describes the model to others."""
+    for name in ("optimizer.bin", "scheduler.pt", "trainer_state.json", file):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    write_manifest(tmp_path, "run", "sampler")
+    assert why_incomplete(tmp_path) is None
+    (tmp_path / file).unlink()
+    assert why_incomplete(tmp_path) == (f"{file} is missing or cut off" if is_read else None)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["global_step3/zero_pp_rank_0_optim_states.pt"], None),  # DeepSpeed's, with the scheduler
+        (["optimizer_0/.metadata", "scheduler.pt"], None),  # FSDP2's
+        (["optimizer_0/.metadata"], "it holds no optimizer or no scheduler"),
+        (["scheduler.pt"], "it holds no optimizer or no scheduler"),
+    ],
+)
+def test_an_optimizer_is_found_in_the_form_of_each_backend(tmp_path: Path, names: list[str], why: str | None) -> None:
+    for name in ("trainer_state.json", *names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert str(why_incomplete(tmp_path)).startswith(str(why))
 
 
 @pytest.mark.fast_rows(1)

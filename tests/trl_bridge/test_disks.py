@@ -81,6 +81,14 @@ def test_one_process_moves_for_each_disk(
     assert not list(tmp_path.rglob("_machine_*"))
 
 
+def test_a_file_is_looked_for_by_opening_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS answers other questions from a cache."""
+    (tmp_path / "there").touch()
+    for question in ("exists", "is_file", "stat"):
+        monkeypatch.setattr(Path, question, lambda self, **how: self.name == "gone")
+    assert checkpoint._can_open(tmp_path / "there") and not checkpoint._can_open(tmp_path / "gone")
+
+
 def test_a_move_asks_no_cache(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder may seem to exist that has been removed, and files may be left of a run that was killed."""
     (tmp_path / "_unfinished" / "checkpoint-1").mkdir(parents=True)

@@ -9,6 +9,8 @@ import transformers
 import trl_steady
 from tests.tools import tiny
 
+OF_A_SCRIPT: list[dict[str, float]] = [{"judge_runtime": 1.0}, {"train_runtime": 1.0, "loss": 1.0}]
+
 
 class Plain(trl_steady.GRPOTrainer):
     pass
@@ -27,12 +29,12 @@ class LogsAgain(trl_steady.GRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
-        super().log({"judge_runtime": 1.0})
+        super().log({**OF_A_SCRIPT[0]})
 
 
 class InTheLoss(trl_steady.GRPOTrainer):
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
-        self.log({"judge_runtime": 1.0})
+        self.log({**OF_A_SCRIPT[0]})
         return super().compute_loss(*arguments, **keywords)
 
 
@@ -45,7 +47,7 @@ class Judge(transformers.TrainerCallback):
         self.trainer.log(logs)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.log({"train_runtime": 1.0, "loss": 1.0})
+        self.log({**OF_A_SCRIPT[1]})
 
 
 @pytest.mark.fast_rows(1)
@@ -60,16 +62,20 @@ def test_each_call_of_transformers_exchanges_metrics_once(models: dict[str, Path
         judge.trainer = trainer
         trainer.add_callback(judge)
     calls: list[bool] = []
+    exchanged: list[dict[str, Any]] = []
     write = trainer.metrics.log
 
     def record(logs: Any, *, is_collective: bool) -> None:
         calls.append(is_collective)
+        if is_collective:
+            exchanged.append({**logs})
         write(logs, is_collective=is_collective)
 
     trainer.metrics.log = record
     trainer.train()
     trainer.evaluate()
     assert calls.count(True) == 5  # two steps, two evaluations and the end
+    assert not [logs for logs in exchanged if logs in OF_A_SCRIPT]  # which may come before that of transformers
     # an evaluation has four micro-batches: four prompts, four generations of each
     others = {Plain: 0, Delegates: 0, LogsAgain: 5, InTheLoss: 2 + 2 * 4, Judge: 2}
     assert calls.count(False) == others[kind]

@@ -88,6 +88,8 @@ def test_a_signal_in_a_step_is_saved_after_it(
         pytest.param("evaluation", 6, {**EVALUATED, "eval_strategy": "steps", "eval_steps": 3}, id="in it"),
         pytest.param("evaluation", 6, {**EPOCHS, "eval_strategy": "epoch", "save_strategy": "epoch"}, id="in that"),
         pytest.param("loss", 8, {**EVALUATED, "eval_strategy": "steps", "eval_steps": 3}, id="after the last step"),
+        # transformers then begins no epoch, in which it would restore the random numbers
+        pytest.param("loss", 11, {**EPOCHS, "eval_strategy": "epoch", "max_steps": 12}, id="after the last epoch"),
     ],
 )
 def test_an_evaluation_that_is_due_waits_for_the_resume(

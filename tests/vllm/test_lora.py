@@ -73,7 +73,7 @@ def test_an_adapter_of_which_the_engine_skips_modules_is_merged(
         built(engine=partly, vllm_adapter_sync=True)
     with pytest.warns(UserWarning, match=skips):
         trainer, _ = built(engine=partly, max_steps=8)
-    assert trainer.vllm_generation.adapter_sync is None
+    assert trainer.vllm_generation.active_sync is None
     assert max(differences(trainer)) < ROUNDING
 
 

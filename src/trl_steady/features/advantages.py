@@ -93,7 +93,7 @@ class Advantages(Feature):
         """Write the advantages of the rollout, and log them once if they are not TRL's."""
         before = rollout.advantages
         steps = self.trainer.feature(StepRewardsFeature)
-        # a collective: RLOO has refused steps
+        # any_steps() communicates. RLOO has refused steps before, so it need not ask
         has_steps = self.args.METHOD != "RLOO" and steps.any_steps()
 
         if self._step_formula is not None and has_steps:

@@ -91,7 +91,7 @@ class EngineCheck(Feature):
         limit = cast(float, self.args.engine_check)
         if limit != SharedOptions.engine_check or not self.trainer.use_vllm:
             return limit
-        gets_adapter = getattr(self.trainer.vllm_generation, "adapter_sync", None) is not None
+        gets_adapter = getattr(self.trainer.vllm_generation, "active_sync", None) is not None
         is_quantised = "quantization" in (self.args.vllm_engine_kwargs or {})  # by the user: the base differs a little
         if gets_adapter and not is_quantised:
             return _ADAPTER_LIMIT

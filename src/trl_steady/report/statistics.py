@@ -28,10 +28,11 @@ def blocks(history: History, key: str, quantile: float | None = 0.5) -> Series:
     return Series(firsts, np.quantile(rows, quantile, axis=1, method=method))
 
 
-def stretch(bad: np.ndarray, least: int = 3) -> slice | None:
-    """Return the stretch in which most are bad (CUSUM), if these are at least `least` and last to the end.
+def bad_to_the_end(bad: np.ndarray, least: int = 3) -> slice | None:
+    """Return the part, up to the end of the run, in which most values are bad; None if there is none.
 
-    The sum grows by 0.3 at a bad value and falls by 0.7 at a good one. The stretch is its climb from the lowest point.
+    It has at least `least` of them. A sum grows by 0.3 at a bad value and falls by 0.7 at a good one (CUSUM). The part
+    is its climb from the lowest point to the highest after it.
     """
     sums = np.concatenate([[0.0], np.cumsum(bad - 0.7)])
     start = int(np.argmin(sums))

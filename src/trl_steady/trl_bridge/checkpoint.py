@@ -26,7 +26,7 @@ from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 from trl_steady.core.feature import Trainer, warn_user
 from trl_steady.core.state_file import read_state, write_state
 from trl_steady.trl_bridge.manifest import (
-    WINDOW_FILE,
+    ROLLOUTS_PREFIX,
     DataOrder,
     read_manifest,
     why_incomplete,
@@ -234,7 +234,7 @@ class Checkpoints:
             return "{}"
 
     def _window_file(self) -> str:
-        return f"{WINDOW_FILE}{self._trainer.accelerator.process_index}.pt"
+        return f"{ROLLOUTS_PREFIX}{self._trainer.accelerator.process_index}.pt"
 
     # resuming
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 _NAME = "manifest.json"
-WINDOW_FILE = "rollouts_"
+ROLLOUTS_PREFIX = "rollouts_"
 """The beginning of the name of each process's file with its rollouts in use."""
 _FORMER_NAME = "sizes.json"  # of checkpoints that trl-steady 0.1.dev0 wrote: sizes only
 # the last two are of FSDP2 and DeepSpeed
@@ -54,7 +54,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         return Manifest(content["run"], content["data_order"], content["files"])
     if (checkpoint / _FORMER_NAME).is_file():
         return Manifest("", None, json.loads((checkpoint / _FORMER_NAME).read_text()))
-    if any(checkpoint.glob(f"{WINDOW_FILE}*")):  # ours, and the manifest is written last
+    if any(checkpoint.glob(f"{ROLLOUTS_PREFIX}*")):  # ours, and the manifest is written last
         return Manifest("", None, {_NAME: 1})
     return Manifest("", None, {TRAINER_STATE_NAME: 1})  # TRL writes its state last
 

@@ -71,7 +71,12 @@ def read_rewards(
 
 
 def with_exact_zeros(trainer: Trainer, run_rollout: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return TRL's samples, with advantages of exactly 0 in groups of equal rewards, whose mean may round."""
+    """Return TRL's samples, with advantages of exactly 0 in groups of equal rewards.
+
+    TRL's mean and standard deviation of equal rewards may round. First, while TRL runs, the deviation of such rewards
+    is made exactly 0, or infinite where TRL divides by it. Then their advantages, from which TRL has subtracted the
+    mean, are set to 0.
+    """
     module = TRAINER_MODULES[isinstance(trainer, trl.RLOOTrainer)]
     deviation, compared = module.nanstd, list[Tensor]()
 
@@ -79,12 +84,12 @@ def with_exact_zeros(trainer: Trainer, run_rollout: Callable[[], dict[str, Any]]
         compared.append(values)
         std = deviation(values, dim, keepdim)
         is_equal = all_equal(values, dim, keepdim=keepdim)
-        if keepdim:  # only normalize_then_sum keeps it. It divides by the result, and infinity leaves exactly 0
+        if keepdim:  # in normalize_then_sum only. TRL divides by the deviation there, and infinity leaves exactly 0
             return std.masked_fill(is_equal, torch.inf)
         return std * ~is_equal
 
-    # It must be nanstd. The result is also the std that TRL logs and divides by, and no other function sees the
-    # rewards that TRL compares: with weights, clips and RLOO's KL.
+    # nanstd is the function to patch. TRL logs and divides by its result, and no other function sees the rewards that
+    # TRL compares: with weights, clips and RLOO's KL.
     with patched(module, {"nanstd": exact}):
         samples = run_rollout()
     size = group_size(trainer)

@@ -60,7 +60,7 @@ class SteadyGeneration(VLLMGeneration):
             and merged weights will not do.
     """
 
-    adapter_sync: AdapterSync | None = None
+    active_sync: AdapterSync | None = None
     """Sends the adapter alone, which the engine has taken; None if all weights are sent."""
     respond: Callable[[SendRequest, Mapping[str, Any]], GenerationResult] | None = None
     """Returns the result of a request, which its first argument would send. It is set on the main process only."""
@@ -110,7 +110,7 @@ class SteadyGeneration(VLLMGeneration):
         if why_not := first_reason(why_not):
             self._merge_instead(sync, why_not)
             return
-        self.adapter_sync = sync
+        self.active_sync = sync
         if self.mode == "colocate":
             self._add_adapter_to_requests()
 
@@ -199,10 +199,10 @@ class SteadyGeneration(VLLMGeneration):
         with self._clock.phase("sync"):
             if self.before_sync is not None:
                 self.before_sync()
-            if self.adapter_sync is None:
+            if self.active_sync is None:
                 super().sync_weights()
             else:
-                self._send_adapter(self.adapter_sync)
+                self._send_adapter(self.active_sync)
 
     def generate(self, prompts: list[Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and store the extra data."""

@@ -39,7 +39,7 @@ def test_what_the_engine_says_of_tokens_is_as_with_merged_weights(
         torch.manual_seed(0)  # the adapter begins at random
         trainer = in_process(vllm_adapter_sync=sync, build=build, **options)
         trainer.train()
-        assert (trainer.vllm_generation.adapter_sync is not None) == sync
+        assert (trainer.vllm_generation.active_sync is not None) == sync
         ends.append(tiny.parameters(trainer))
     assert ends[0].keys() == ends[1].keys()
     assert not [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
@@ -53,7 +53,7 @@ def test_a_server_that_takes_no_adapters_gets_weights(server: engines.Server, ov
     with pytest.warns(UserWarning, match=f"because {reason}"):
         trainer = over_http(build=build)
     trainer.train()
-    assert trainer.vllm_generation.adapter_sync is None and server.engine.weights
+    assert trainer.vllm_generation.active_sync is None and server.engine.weights
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_processes_agree_on_adapters(
     monkeypatch.setattr(host_engine, "gather_object", lambda values: [*values, next(calls)], raising=False)
     with pytest.warns(UserWarning, match="because other base" if stage == "base" else "because no space left"):
         trainer, llm = built(max_steps=4)
-    assert trainer.vllm_generation.adapter_sync is None and next(calls, None) is None
+    assert trainer.vllm_generation.active_sync is None and next(calls, None) is None
     assert max(differences(trainer)) < ROUNDING and llm.weights and llm.answered == [None]
 
 
@@ -147,10 +147,10 @@ def test_processes_agree_on_what_a_server_answers(monkeypatch: pytest.MonkeyPatc
     waits = SimpleNamespace(is_main_process=False, wait_for_everyone=lambda: builds.append(None))
     backend = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext(), fsdp_version=None)
     args: Any = SimpleNamespace(use_vllm=True, vllm_adapter_sync=None, output_dir="never")
-    sync = Adapters(cast(Any, None), args).adapter_sync(args)
+    sync = Adapters(cast(Any, None), args).make_adapter_sync(args)
     vars(engine).update(model=model, mode="server", accelerator=waits, _dist=backend, _extras=[], _wanted_sync=sync)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: self.accelerator.wait_for_everyone())
     with contextlib.nullcontext() if takes else pytest.warns(UserWarning, match="it says no"):
         engine._init_vllm()
-    assert (engine.adapter_sync is not None) == takes
+    assert (engine.active_sync is not None) == takes
     assert len(builds) == 1  # or the others would wait for the first

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 import trl_steady
 from tests.features.critic import tools as critics
 from tests.features.critic.tools import KINDS, build, critic_parameters, policy_parameters
+from tests.tools import tiny
+from trl_steady.features.critic import model as critic_model
 from trl_steady.features.critic.feature import Critic
 
 CHECKPOINTING = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}
@@ -100,3 +103,39 @@ def test_a_loss_outside_of_a_training_step_leaves_no_gradient(models: dict[str, 
     assert not any(gradient.any() for gradient in critics.gradients(critic_parameters(trainer)).values())
     loss.backward()
     assert any(gradient.any() for gradient in critics.gradients(critic_parameters(trainer)).values())
+
+
+@pytest.mark.parametrize(
+    ("more", "in_place"),
+    [({}, True), ({"lora_dropout": 0.25}, False), ({"use_dora": True, "init_lora_weights": True}, False)],
+    ids=str,
+)
+def test_an_adapter_reads_its_input_in_place_and_computes_what_pefts_would(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], in_place: bool
+) -> None:
+    """PEFT copies the input of a float32 adapter in float32. Autocast makes another copy of that, for backward."""
+    configs = {"peft_config": LoraConfig(**tiny.LORA), "value_peft_config": LoraConfig(**{**tiny.LORA, **more})}
+    options = {"model_init_kwargs": {"dtype": "bfloat16"}, "gradient_checkpointing": False}
+    values: list[Tensor] = []
+    updates: list[dict[str, Tensor]] = []
+    held: list[int] = []
+    for is_ours in (True, False):
+        if not is_ours:
+            monkeypatch.setattr(critic_model, "_is_linear", lambda *_: False)
+        trainer = build(models["dense"], tmp_path, known=True, build=configs, **options)
+        trainer.feature(Critic).on_train_begin()
+        inputs = trainer._generate_and_score_completions(critics.rows())
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        torch.manual_seed(0)  # of dropout
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu"):
+            values.append(trainer.values(trainer.critic, inputs))
+        values[-1].sum().backward()
+        updates.append(critics.gradients(critic_parameters(trainer)))
+        held.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+    assert torch.equal(*values) and critics.same(*updates)
+    assert (held[0] < held[1]) == in_place

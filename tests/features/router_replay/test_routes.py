@@ -83,7 +83,7 @@ def test_rows_that_an_engine_has_not_filled_in_are_refused(array: Any, message: 
 
 @pytest.mark.parametrize("highest", [200, 500])
 def test_an_expert_that_is_there_twice_is_found_in_any_two_places(highest: int) -> None:
-    """Of 8 places, in the second layer of the last token. The row before it has no route."""
+    """It stands twice among 8, in the second layer of the last token. The row before it has no route."""
     experts = [highest, 0, 7, 3, 100, 64, 8, 1]
     good = torch.tensor([[experts, experts[::-1]], [[-1] * 8, experts], [experts, experts]])
     assert torch.equal(to_engine(from_engine(good, [0, 1])), good.int())

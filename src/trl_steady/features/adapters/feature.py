@@ -70,12 +70,12 @@ class Adapters(Feature):
                 "vllm_adapter_sync=False: vllm_mode='colocate' quantises the engine like the base, and it cannot take "
                 "merged weights. Leave it unset, or serve the unquantised model and set vllm_mode='server'."
             )
-        sync = getattr(trainer.vllm_generation, "adapter_sync", None)
+        sync = getattr(trainer.vllm_generation, "active_sync", None)
         if sync is None:  # the engine has not taken the adapter
             trainer.vllm_generation.replace_weights(functools.partial(self._merged, model))
 
-    def adapter_sync(self, args: SharedOptions) -> LoraSync | None:
-        """Send the adapter alone, unless the user wants merged weights.
+    def make_adapter_sync(self, args: SharedOptions) -> LoraSync | None:
+        """Return how the adapter is sent alone, or None if the user wants merged weights.
 
         The engine, `SteadyGeneration` in `trl_bridge/vllm.py`, calls what this method returns.
         """

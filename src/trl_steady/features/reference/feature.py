@@ -39,8 +39,8 @@ class Reference(Feature):
     args: SharedOptions
     callback: ReferenceRefreshCallback | None = None
     """Refreshes the reference; None if it stays as it is."""
-    _is_ours = False
-    """True if the reference is ours, and stays out of what is saved as the policy."""
+    _manages_reference = False
+    """True if this feature moves the reference, or has added its adapter. It is not saved as a part of the policy."""
     _logps: Tensor
     """(B, T) of the last pass of the reference."""
 
@@ -73,9 +73,9 @@ class Reference(Feature):
         """Create the reference, and the callback that refreshes it."""
         trainer, model, args = self.trainer, self.trainer.model, self.args
         if args.has_reference and isinstance(model, PeftModel):
-            self._complete(model)
+            self._match_policy(model)
         if args.sync_ref_model:
-            self._is_ours = True
+            self._manages_reference = True
             trl_trainer = cast(Any, trainer)  # the callback is annotated for TRL's own trainers
             self.callback = ReferenceRefreshCallback(
                 trl_trainer,
@@ -86,8 +86,8 @@ class Reference(Feature):
             )
             trl_trainer.add_callback(self.callback)
 
-    def _complete(self, model: PeftModel) -> None:
-        """Complete what TRL's constructor has made of the reference, so that it is the policy as it was given."""
+    def _match_policy(self, model: PeftModel) -> None:
+        """Make the reference the policy as it was given, if what TRL's constructor has made is another model."""
         if REFERENCE_ADAPTER in model.peft_config:
             end_dropout(model)
             for name, policy in model.named_parameters():  # TRL copies names with ".default." in the middle only
@@ -96,11 +96,11 @@ class Reference(Feature):
                     reference.data.copy_(policy.data)
         elif BaseModel(model).changing_init is not None:
             add_reference_adapter(model)  # without its adapter, the base is not the model that was given
-            self._is_ours = True
+            self._manages_reference = True
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Keep which parameters are trainable. TRL switches to the reference's adapter and back."""
-        if not self._is_ours:
+        if not self._manages_reference:
             return call_next(rollout)
         with keep_parameters(self.trainer.model):
             return call_next(rollout)
@@ -122,7 +122,7 @@ class Reference(Feature):
     def around_save_model(self, folder: Path | None, call_next: Callable[[Path | None], None]) -> None:
         """Save a plain PEFT or transformers model, without the reference."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        if not (self._is_ours and isinstance(model, PeftModel)):
+        if not (self._manages_reference and isinstance(model, PeftModel)):
             return call_next(folder)
         with save_only(model, POLICY_ADAPTER):
             call_next(folder)

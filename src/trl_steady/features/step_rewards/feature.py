@@ -187,7 +187,7 @@ class StepRewardsFeature(Feature):
         self.rollout_with_steps = rollout.samples["completion_ids"].cpu(), rollout.is_sampled.cpu(), per_token.cpu()
 
     def _completions(self, mask: Tensor) -> list[RewardedCompletion]:
-        """Return this process's completions with the ends of their steps in tokens."""
+        """Return this process's completions, with the number of tokens that begin before the end of each step."""
         return [self._completion(index, row) for index, row in enumerate(mask.tolist())]
 
     def _completion(self, index: int, mask: list[bool]) -> RewardedCompletion:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trl_steady.report.history import History, Series
-from trl_steady.report.statistics import HEALTHY_TREND, blocks, chance_of, noise, running_median, stretch, trend
+from trl_steady.report.statistics import HEALTHY_TREND, bad_to_the_end, blocks, chance_of, noise, running_median, trend
 
 
 class Found(NamedTuple):
@@ -73,7 +73,7 @@ def exceeds(
     else:
         side = "above"
         is_beyond = values > limit
-    where = stretch(is_beyond, least)
+    where = bad_to_the_end(is_beyond, least)
     if where is None:
         return None
     if stays:
@@ -149,11 +149,16 @@ def parted(history: History, rising: Sequence[str], falling: Sequence[str]) -> F
 # Helpers about a series.
 
 
-def mean_of(history: History, key: str, quantile: float | None = 0.5) -> Series:
-    """Return the blocks of a metric that is a mean over tokens. Raises KeyError if this log has a sum over them."""
+def mean_over_tokens(history: History, key: str) -> str:
+    """Return the key of a metric that is a mean over tokens. Raises KeyError if this log has a sum over them."""
     if history.is_flagged(key, "sum"):
         raise KeyError(f"{key} as a mean over tokens")
-    return blocks(history, key, quantile)
+    return key
+
+
+def per_rollout(history: History, key: str) -> Series:
+    """Return a metric that is a mean over tokens, as one median for each rollout. Raises as `mean_over_tokens`."""
+    return blocks(history, mean_over_tokens(history, key))
 
 
 def of_all_groups(history: History, key: str) -> str:
@@ -169,7 +174,7 @@ def lasts(history: History, bad: np.ndarray, *, to_end: bool = False, least: int
     start = int(good[-1]) + 1 if len(good) else 0
     if history.is_over and start < len(bad) and (to_end or start == 0):
         return slice(start, len(bad))
-    return stretch(bad, least)
+    return bad_to_the_end(bad, least)
 
 
 def not_numbers(history: History, keys: Sequence[str], *, to_end: bool = False, least: int = 3) -> Found | None:

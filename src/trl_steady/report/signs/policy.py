@@ -5,16 +5,16 @@ import math
 import numpy as np
 
 from trl_steady.report.history import History, counted
-from trl_steady.report.signs.common import Found, mean_of, never_a_number, of_all_groups
+from trl_steady.report.signs.common import Found, mean_over_tokens, never_a_number, of_all_groups, per_rollout
 from trl_steady.report.signs.reward import ONE_SIDED, is_solved, learns, learnt, starts_high
 from trl_steady.report.statistics import (
     HEALTHY_TREND,
+    bad_to_the_end,
     blocks,
     change,
     noise,
     running_median,
     sixths,
-    stretch,
     trend,
 )
 
@@ -27,7 +27,7 @@ def grows(history: History, key: str, unit: str, floor: float, least: int = 6, f
 
     `floor` is the least amount by which it must have grown: twice as much of nearly nothing is nothing.
     """
-    steps, values = mean_of(history, key)
+    steps, values = per_rollout(history, key)
     if len(values) < 6:
         return None
     level = sixths(values)
@@ -35,19 +35,24 @@ def grows(history: History, key: str, unit: str, floor: float, least: int = 6, f
     last = level[-1]
     grown = last - first
     has_doubled = grown >= max(first, floor) and grown > 2 * noise(values) and len(values) >= least
-    where = stretch(values > min((first + last) / 2, far))
+    where = bad_to_the_end(values > min((first + last) / 2, far))
     if where is None or not (has_doubled or last >= far) or learns(history):
         return None
     return Found(int(steps[where.start]), key, f"{first:.3g} to {last:.3g} {unit}")
 
 
 def policy_collapsed(history: History) -> Found | None:
-    """Find an entropy below a tenth of its start, within ten rollouts or without a reward that rises."""
-    steps, values = mean_of(history, "entropy")
+    """Find an entropy that has fallen below a tenth of its start for good.
+
+    The start is the highest of the first three rollouts. Nothing is found if the reward is solved at the end, or if it
+    began in the top quarter of its range and has kept half of that. A fall of more than ten rollouts is excused while
+    the reward rises, unless the last groups are all alike or the last updates have no gradient.
+    """
+    steps, values = per_rollout(history, "entropy")
     reward = learnt(history).values
     rollouts_per_step = len(history["reward"].steps) / len(history["entropy"].steps)  # in a step that was logged
     start = values[:3].max(initial=0.0)
-    where = stretch((values < 0.1 * start) & (start > 0))
+    where = bad_to_the_end((values < 0.1 * start) & (start > 0))
     if where is None or np.median(is_solved(reward)[-3:]) > 0 or starts_high(reward):
         return None
     was_high = np.flatnonzero(values[: where.start] > 0.8 * start)
@@ -75,14 +80,13 @@ def entropy_collapses(history: History) -> Found | None:
 
     At the end of a run, a quarter is enough: no recorded or real run that was well has less than a third.
     """
-    mean_of(history, "entropy")
-    steps, values = history["entropy"].finite
+    steps, values = history[mean_over_tokens(history, "entropy")].finite
     if len(values) < 12 or len(learnt(history).values) < 10:  # healthy runs would print it
         return None
     level = np.maximum(sixths(values), 1e-12)
     first = max(level.max(), float(np.median(values[:3])))
     last = level[-1]
-    where = stretch(values < level.max() / 2)
+    where = bad_to_the_end(values < level.max() / 2)
     if last > first / 4 or learns(history):  # recorded and real runs that learn come as far as a quarter
         return None
     # the middles of the two sixths are a third of the run apart
@@ -102,13 +106,13 @@ def entropy_collapses(history: History) -> Found | None:
 
 def entropy_explodes(history: History) -> Found | None:
     """Find an entropy that is a nat above its start, whatever the reward does."""
-    steps, values = mean_of(history, "entropy")
+    steps, values = per_rollout(history, "entropy")
     if len(values) < 6:
         return None
     level = sixths(values)
     first = min(float(np.median(values[:3])), level[0])
     last = level[-1]
-    where = stretch(values > (first + last) / 2)
+    where = bad_to_the_end(values > (first + last) / 2)
     # a nat is 2.7 times as many tokens to choose from
     if where is None or last < first + 1 or last - first < 3 * noise(values):
         return None
@@ -117,7 +121,7 @@ def entropy_explodes(history: History) -> Found | None:
 
 def entropy_high(history: History) -> Found | None:
     """Find a policy whose first answers are nearly random."""
-    steps, values = mean_of(history, "entropy")
+    steps, values = per_rollout(history, "entropy")
     # 6 nats are 400 tokens of equal chance. Pretrained models have 0.1 to 3, recorded ones without training 4.4
     if len(values) < 3 or np.median(values[:3]) < 6:
         return None
@@ -148,8 +152,7 @@ def kl_nan(history: History) -> Found | None:
 
 def kl_explodes(history: History) -> Found | None:
     """Find logs with a KL so large that the policy has nothing of the reference in them, whatever the reward does."""
-    steps, values = history["kl"].finite
-    mean_of(history, "kl")
+    steps, values = history[mean_over_tokens(history, "kl")].finite
     # 10 nats are nearly the logarithm of a vocabulary: a token chosen by chance. Recorded healthy runs reach 5.6
     far = np.flatnonzero(values > 10)
     half = far[far >= len(values) // 2]
@@ -174,9 +177,9 @@ def kl_rises(history: History) -> Found | None:
 def _stays_far(history: History) -> Found | None:
     """Find a KL that stays high, whether it still rises or not, in a third of the run that has gained nothing."""
     of_all_groups(history, "reward")
-    steps, kl = mean_of(history, "kl")
+    steps, kl = per_rollout(history, "kl")
     rewards = learnt(history)
-    where = stretch(kl > _FAR)
+    where = bad_to_the_end(kl > _FAR)
     if where is None or len(kl) < 36 or len(rewards.values) < 36:
         return None
     since = int(steps[where.start])
@@ -193,7 +196,7 @@ def _stays_far(history: History) -> Found | None:
 def _rises_after_the_reward(history: History) -> Found | None:
     """Find a KL that doubles, and grows by half a nat, in a third of the run or more that has gained nothing."""
     of_all_groups(history, "reward")
-    steps, kl = mean_of(history, "kl")
+    steps, kl = per_rollout(history, "kl")
     rewards = learnt(history)
     if len(rewards.values) < 36 or len(kl) < 36 or np.ptp(kl) < 0.5:
         return None
@@ -219,7 +222,7 @@ def _rises_after_the_reward(history: History) -> Found | None:
 
 def kl_holds(history: History) -> Found | None:
     """Find a KL that costs nearly as much as the reward has gained, with a reference that stays."""
-    steps, kl = mean_of(history, "kl")
+    steps, kl = per_rollout(history, "kl")
     reward = blocks(history, "reward").values
     length = np.median(history["completions/mean_length"].finite.values)
     beta = history.settings["beta"] or 0
@@ -233,7 +236,7 @@ def kl_holds(history: History) -> Found | None:
     level = sixths(reward)
     gain = float(level[-1] - level[0])
     # near the reference, the cost is half of the gain at the optimum of reward - beta KL
-    where = stretch(cost > 0.4 * gain)
+    where = bad_to_the_end(cost > 0.4 * gain)
     if where is None or gain < noise(reward) / 2:
         return None
     evidence = f"costs {np.median(cost[where]):.2g} an answer with beta {beta:g}, the reward has gained {gain:.2g}"
