@@ -1,7 +1,8 @@
 """Symptoms in logs that are as noisy as real ones, and what must not be said of them."""
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from tests.report.simulated import SICK, Row, healthy, level, log, over, rising, shape
 from trl_steady.report import History, diagnose
+from trl_steady.report.statistics import chance_of_order
 from trl_steady.report.symptoms import Finding, look, verdict
 
 _ALIKE = "frac_reward_zero_std"
@@ -437,6 +439,49 @@ def test_a_share_that_few_groups_give_by_chance_is_hardly_said() -> None:
         looks = [history.until(step) for step in range(5, 300, 10)]
         said += any("groups-alike" in look(early)[0] for early in looks)
     assert said <= 3  # one in a hundred at a look, and looks have most of their logs in common
+
+
+@pytest.mark.parametrize("calm", [0.5, 0.7, 0.85])
+def test_an_entropy_of_few_answers_hardly_collapses_by_chance(calm: float) -> None:
+    """One group of four a step: its entropy is 0.04 nats if the prompt is known, or anything up to 2.5."""
+    said = 0
+    for seed in range(12):
+        random = np.random.default_rng(seed)
+        entropy = np.where(random.random(120) < calm, 0.04, random.uniform(0.1, 2.5, 120))
+        rewards = random.binomial(4, 0.5, 120) / 4
+        history = run(120, lambda n, _, e=entropy, r=rewards: {"reward": r[n - 1], "entropy": e[n - 1]})
+        names: set[str] = set()
+        for early in [*(history.until(step) for step in range(5, 120, 5)), history]:
+            names |= look(early)[0].keys()
+        said += bool(names & {"entropy-collapses", "policy-collapsed"})
+    assert said <= 1  # one in a hundred at the end, one in a thousand at a look
+
+
+@pytest.mark.parametrize(("end", "said"), [(0.2, True), (0.5, False)])
+def test_an_entropy_that_fell_at_first_has_collapsed_if_little_is_left_at_the_end(end: float, said: bool) -> None:
+    """In the last third, it hardly falls. As fast as in the whole run, a fifth would soon be a tenth."""
+
+    def falls(number: int, random: np.random.Generator) -> Row:
+        level = end + (1 - end) * math.exp(-number / 12)
+        return {"reward": 0.5 + 0.1 * random.standard_normal(), "entropy": 3 * level * random.uniform(0.95, 1.05)}
+
+    history = run(80, falls)
+    assert ("entropy-collapses" in look(history)[0]) == said
+    assert "entropy-collapses" not in look(history.until(60))[0]  # while it trains, only the last third counts
+
+
+@pytest.mark.parametrize("values", ["000101111", "010110110", "110001", "0111"])
+def test_the_chance_of_an_order_is_that_of_all_orders(values: str) -> None:
+    def late(order: Sequence[bool]) -> float:
+        """Return by how many bad values an order is behind at most."""
+        share = sum(order) / len(order)
+        return max(count * share - sum(order[:count]) for count in range(1, len(order) + 1))
+
+    given = [value == "1" for value in values]
+    places = range(len(given))
+    orders = [[place in bad for place in places] for bad in itertools.combinations(places, sum(given))]
+    as_late = sum(late(order) >= late(given) - 1e-9 for order in orders)
+    assert chance_of_order(np.array(given)) == pytest.approx(as_late / len(orders), rel=1e-9)
 
 
 def test_a_rare_success_that_ends_is_no_fall() -> None:
