@@ -293,14 +293,53 @@ def test_a_sum_is_compared_with_no_limit_of_a_mean() -> None:
     assert not means & found.keys() and means <= missing.keys()
 
 
-@pytest.mark.parametrize(("good", "said"), [(0, True), (1, False)])
-@pytest.mark.parametrize(("key", "name"), [("kl", "kl-nan"), ("entropy", "metric-nan"), ("reward_std", "metric-nan")])
+@pytest.mark.parametrize(
+    ("key", "name", "good", "said"),
+    [
+        ("kl", "kl-nan", 0, True),
+        ("entropy", "metric-nan", 0, True),
+        ("entropy", "metric-nan", 1, False),
+        ("reward_std", "metric-nan", 0, True),
+        ("reward_std", "metric-nan", 1, False),
+    ],
+)
 def test_a_metric_that_is_never_a_number_is_named(key: str, name: str, good: int, said: bool) -> None:
     def row(number: int, random: np.random.Generator) -> Row:
         return {"reward": 0.2 + 0.02 * number, "kl": 0.01, key: None if number > good else 0.1}
 
     found = look(run(20, row))[0]
     assert (name in found and found[name].metric == key) == said
+
+
+@pytest.mark.parametrize(("lost", "said"), [((3,), False), ((1, 9), True), ((3, 9, 17), True)])
+def test_a_kl_that_is_nan_in_some_logs_is_named(lost: tuple[int, ...], said: bool) -> None:
+    """One log in twenty can be a rollout with an empty answer."""
+
+    def row(number: int, random: np.random.Generator) -> Row:
+        return {"reward": 0.2 + 0.02 * number, "kl": None if number in lost else 0.01}
+
+    found = look(run(20, row))[0]
+    assert ("kl-nan" in found) == said
+    if said:
+        assert found["kl-nan"].since == lost[0] and f"NaN in {len(lost)} of 20 logs" in found["kl-nan"].evidence
+
+
+def test_a_row_without_a_reward_need_not_have_a_kl() -> None:
+    """Rows of an export have null for metrics that were logged elsewhere."""
+    rows: list[Row] = [{"step": step, "reward": 0.2 + 0.02 * step, "kl": 0.01} for step in range(1, 41)]
+    for row in rows[::2]:
+        row |= {"reward": None, "kl": None, "eval_loss": 0.1}
+    assert "kl-nan" not in look(History(rows, {"settings": {"max_steps": 40}}))[0]
+
+
+@pytest.mark.parametrize(("norm", "flags", "said"), [(3e9, (), True), (300.0, (), False), (3e9, ("sum",), False)])
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_gradient_that_is_always_huge_is_named(norm: float, flags: tuple[str, ...], said: bool, count: int) -> None:
+    """A log of the trainer alone: it has no reward, and no step stands out."""
+    random = np.random.default_rng(0)
+    rows = [{"step": step, "loss": 0.1, "grad_norm": norm * random.uniform(0.7, 1.0)} for step in range(1, count + 1)]
+    history = History(rows, flags={"grad_norm": frozenset(flags)})
+    assert ("gradient-huge" in look(history)[0]) == said
 
 
 def test_a_kl_of_thousandths_does_not_rise() -> None:

@@ -167,8 +167,18 @@ def policy_still(history: History) -> Found | None:
 
 
 def kl_nan(history: History) -> Found | None:
-    """Find a KL that is NaN in each log."""
-    return never_a_number(history, "kl")
+    """Find a KL that is NaN in each log, or in two of them and a twentieth of those that have a reward."""
+    found = never_a_number(history, "kl")
+    if found is not None or "reward" not in history.keys:
+        return found
+    steps, values = history["kl"]
+    is_scored = np.isin(steps, history["reward"].finite.steps)  # a row of an export can be of other metrics
+    is_lost = np.isnan(values) & is_scored
+    lost = int(is_lost.sum())
+    scored = int(is_scored.sum())
+    if lost < 2 or lost < 0.05 * scored:
+        return None
+    return Found(int(steps[is_lost][0]), "kl", f"NaN in {lost} of {scored} logs")
 
 
 def kl_explodes(history: History) -> Found | None:
