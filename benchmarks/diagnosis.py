@@ -146,15 +146,59 @@ class Run(NamedTuple):
 
 
 def table_runs(file: Path, every: int) -> Iterator[tuple[str, Run]]:
-    """Yield name and run of each run of the table that has a log, as it is logged every so many steps."""
+    """Yield name and run of each run of the table that has a log, as it is logged every so many steps.
+
+    Another seed can make another run of the same options. If a run did not become what its line says, what must be
+    said is only allowed. A fact that the means of the log show is allowed of each run.
+    """
     for name, log in logs(file).items():
-        if name in RUNS:
-            yield from logged_every(every, name, Run(RUNS[name], log["rows"], log["run"]))
+        if name not in RUNS:
+            continue
+        about = RUNS[name]
+        if not has_become(about, log["rows"]):
+            print(f"{name}: did not become what its line says")
+            about = allowed(about, "")
+        about = {**about, "may": f"{about.get('may', '')} {' '.join(plain_facts(log['rows']))}"}
+        yield from logged_every(every, name, Run(about, log["rows"], log["run"]))
     if file != LOGS:
         return
     kept = recorded(ROOT)
     for name, about in TABLE["recipes"].items():
         yield from logged_every(every, name, Run(about, *kept[name]))
+
+
+def has_become(about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether a run became what its line says: "lost" is a reward that ends below half of its start.
+
+    The means of a tenth of the logs are compared, and nothing that the diagnosis says.
+    """
+    if about.get("becomes") != "lost":
+        return True
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    part = max(len(rewards) // 10, 1)
+    return sum(rewards[-part:]) < sum(rewards[:part]) / 2
+
+
+def plain_facts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return symptoms that are true by the means of the last sixth of the logs, whichever seed it is."""
+
+    def end(key: str) -> float:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        last = values[-max(len(values) // 6, 1) :]
+        return sum(last) / max(len(last), 1)
+
+    facts: list[str] = []
+    if end("completions/clipped_ratio") > 0.5:
+        facts.append("answers-cut-off")
+    if end("frac_reward_zero_std") >= 0.9 and end("reward") >= 0.9:
+        facts.append("groups-all-right")
+    return facts
+
+
+def allowed(about: Mapping[str, Any], must: str) -> Mapping[str, Any]:
+    """Return the labels of a run in which what had to be said is only allowed, and `must` has to be said."""
+    may = f"{about.get('may', '')} {about['must'].replace('|', ' ')}"
+    return {**about, "must": must, "may": may}
 
 
 def logged_every(every: int, name: str, run: Run) -> Iterator[tuple[str, Run]]:
@@ -166,11 +210,10 @@ def logged_every(every: int, name: str, run: Run) -> Iterator[tuple[str, Run]]:
     count = sum("loss" in row for row in rows)
     if count < LEAST:
         return
-    about = dict(run.about)
+    about = run.about
     visible = about.get("seldom", {}).get(str(every))
-    if visible is not None:
-        about["may"] = f"{about.get('may', '')} {about['must'].replace('|', ' ')}"
-        about["must"] = visible
+    if visible is not None and about.get("must"):
+        about = allowed(about, visible)
     settings = run.run.get("settings", {})
     if "logging_steps" in settings:
         settings = {**settings, "logging_steps": every}

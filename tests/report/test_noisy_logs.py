@@ -1,7 +1,8 @@
 """Symptoms in logs that are as noisy as real ones, and what must not be said of them."""
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 from tests.report.simulated import SICK, Row, healthy, level, log, over, rising, shape
 from trl_steady.report import History, diagnose
+from trl_steady.report.signs.policy import entropy_collapses, policy_collapsed
+from trl_steady.report.statistics import chance_of_order
 from trl_steady.report.symptoms import Finding, look, verdict
 
 _ALIKE = "frac_reward_zero_std"
@@ -292,14 +295,53 @@ def test_a_sum_is_compared_with_no_limit_of_a_mean() -> None:
     assert not means & found.keys() and means <= missing.keys()
 
 
-@pytest.mark.parametrize(("good", "said"), [(0, True), (1, False)])
-@pytest.mark.parametrize(("key", "name"), [("kl", "kl-nan"), ("entropy", "metric-nan"), ("reward_std", "metric-nan")])
+@pytest.mark.parametrize(
+    ("key", "name", "good", "said"),
+    [
+        ("kl", "kl-nan", 0, True),
+        ("entropy", "metric-nan", 0, True),
+        ("entropy", "metric-nan", 1, False),
+        ("reward_std", "metric-nan", 0, True),
+        ("reward_std", "metric-nan", 1, False),
+    ],
+)
 def test_a_metric_that_is_never_a_number_is_named(key: str, name: str, good: int, said: bool) -> None:
     def row(number: int, random: np.random.Generator) -> Row:
         return {"reward": 0.2 + 0.02 * number, "kl": 0.01, key: None if number > good else 0.1}
 
     found = look(run(20, row))[0]
     assert (name in found and found[name].metric == key) == said
+
+
+@pytest.mark.parametrize(("lost", "said"), [((3,), False), ((1, 9), True), ((3, 9, 17), True)])
+def test_a_kl_that_is_nan_in_some_logs_is_named(lost: tuple[int, ...], said: bool) -> None:
+    """One log in twenty can be a rollout with an empty answer."""
+
+    def row(number: int, random: np.random.Generator) -> Row:
+        return {"reward": 0.2 + 0.02 * number, "kl": None if number in lost else 0.01}
+
+    found = look(run(20, row))[0]
+    assert ("kl-nan" in found) == said
+    if said:
+        assert found["kl-nan"].since == lost[0] and f"NaN in {len(lost)} of 20 logs" in found["kl-nan"].evidence
+
+
+def test_a_row_without_a_reward_need_not_have_a_kl() -> None:
+    """Rows of an export have null for metrics that were logged elsewhere."""
+    rows: list[Row] = [{"step": step, "reward": 0.2 + 0.02 * step, "kl": 0.01} for step in range(1, 41)]
+    for row in rows[::2]:
+        row |= {"reward": None, "kl": None, "eval_loss": 0.1}
+    assert "kl-nan" not in look(History(rows, {"settings": {"max_steps": 40}}))[0]
+
+
+@pytest.mark.parametrize(("norm", "flags", "said"), [(3e9, (), True), (300.0, (), False), (3e9, ("sum",), False)])
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_gradient_that_is_always_huge_is_named(norm: float, flags: tuple[str, ...], said: bool, count: int) -> None:
+    """A log of the trainer alone: it has no reward, and no step stands out."""
+    random = np.random.default_rng(0)
+    rows = [{"step": step, "loss": 0.1, "grad_norm": norm * random.uniform(0.7, 1.0)} for step in range(1, count + 1)]
+    history = History(rows, flags={"grad_norm": frozenset(flags)})
+    assert ("gradient-huge" in look(history)[0]) == said
 
 
 def test_a_kl_of_thousandths_does_not_rise() -> None:
@@ -349,6 +391,24 @@ def test_an_engine_serves_another_policy_beyond_the_limit_of_its_check(
 
     settings = {"use_vllm": True, "vllm_adapter_sync": sync, "engine_check": asked}
     assert [*look(run(30, row, **settings))[0]] == [said]
+
+
+@pytest.mark.parametrize(("good", "said"), [(0, "engine-differs"), (10, "engine-falls-behind")])
+@pytest.mark.parametrize("has_sum", [False, True])
+def test_an_engine_is_judged_by_its_sample_size_alone(good: int, said: str, has_sum: bool) -> None:
+    """The log lacks what tells another policy apart, or has it as a sum, which no limit is used on."""
+
+    def row(number: int, random: np.random.Generator) -> Row:
+        size = 0.99 if number <= good else 0.5
+        found: Row = {"reward": 0.2 + 0.01 * number, "mismatch/effective_sample_size": size}
+        if has_sum:
+            found["mismatch/kl"] = 3.0
+        return found
+
+    history = run(30, row)
+    history.flags = {"mismatch/kl": frozenset({"sum"})}
+    found, missing = look(history)
+    assert [*found] == [said] and "engine-other-policy" in missing
 
 
 # The length.
@@ -439,6 +499,50 @@ def test_a_share_that_few_groups_give_by_chance_is_hardly_said() -> None:
         looks = [history.until(step) for step in range(5, 300, 10)]
         said += any("groups-alike" in look(early)[0] for early in looks)
     assert said <= 3  # one in a hundred at a look, and looks have most of their logs in common
+
+
+@pytest.mark.parametrize(
+    "calm", [0.7, pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.85, marks=pytest.mark.slow)]
+)
+def test_an_entropy_of_few_answers_hardly_collapses_by_chance(calm: float) -> None:
+    """One group of four a step: its entropy is 0.04 nats if the prompt is known, or anything up to 2.5."""
+    said = 0
+    for seed in range(12):
+        random = np.random.default_rng(seed)
+        entropy = np.where(random.random(120) < calm, 0.04, random.uniform(0.1, 2.5, 120))
+        rewards = random.binomial(4, 0.5, 120) / 4
+        history = run(120, lambda n, _, e=entropy, r=rewards: {"reward": r[n - 1], "entropy": e[n - 1]})
+        looks = [*(history.until(step) for step in range(5, 120, 5)), history]
+        said += any(entropy_collapses(early) or policy_collapsed(early) for early in looks)
+    assert said <= 1  # one in a hundred at the end, one in a thousand at a look
+
+
+@pytest.mark.parametrize(("end", "said"), [(0.2, True), (0.5, False)])
+def test_an_entropy_that_fell_at_first_has_collapsed_if_little_is_left_at_the_end(end: float, said: bool) -> None:
+    """In the last third, it hardly falls. As fast as in the whole run, a fifth would soon be a tenth."""
+
+    def falls(number: int, random: np.random.Generator) -> Row:
+        level = end + (1 - end) * math.exp(-number / 12)
+        return {"reward": 0.5 + 0.05 * (-1) ** number, "entropy": 3 * level * random.uniform(0.95, 1.05)}
+
+    history = run(80, falls)
+    assert ("entropy-collapses" in look(history)[0]) == said
+    # while it trains, only the last third counts
+    assert not [step for step in (60, 70, 75) if "entropy-collapses" in look(history.until(step))[0]]
+
+
+@pytest.mark.parametrize("values", ["000101111", "010110110", "110001", "0111"])
+def test_the_chance_of_an_order_is_that_of_all_orders(values: str) -> None:
+    def late(order: Sequence[bool]) -> float:
+        """Return by how many bad values an order is behind at most."""
+        share = sum(order) / len(order)
+        return max(count * share - sum(order[:count]) for count in range(1, len(order) + 1))
+
+    given = [value == "1" for value in values]
+    places = range(len(given))
+    orders = [[place in bad for place in places] for bad in itertools.combinations(places, sum(given))]
+    as_late = sum(late(order) >= late(given) - 1e-9 for order in orders)
+    assert chance_of_order(np.array(given)) == pytest.approx(as_late / len(orders), rel=1e-9)
 
 
 def test_a_rare_success_that_ends_is_no_fall() -> None:

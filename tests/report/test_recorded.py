@@ -1,5 +1,7 @@
 """The table of recorded runs is whole, and the diagnosis says what it must; benchmarks/diagnosis.py shows it."""
 
+import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ def test_each_run_of_the_table_has_a_log_and_its_symptoms_have_levels() -> None:
     assert {*diagnosis.TABLE["recipes"]} <= {*recorded(diagnosis.ROOT)}
     said = {word for about in runs.values() for key in ("must", "may") for word in diagnosis.names(about, key)}
     for about in runs.values():
+        assert about.get("becomes", "lost") == "lost"
         assert {*about.get("seldom", {})} <= {"5", "10"}
         for visible in about.get("seldom", {}).values():
             said |= {*visible.split()}
@@ -62,6 +65,38 @@ def test_a_thinned_log_leaves_out_what_is_not_a_number_if_a_number_is_there() ->
     rows[1]["reward"] = 0.5
     thin = diagnosis.thinned(rows, 2)
     assert [row["reward"] for row in thin] == [0.5, None]
+
+
+@pytest.mark.parametrize(("end", "must"), [(0.3, "reward-falls"), (0.9, "")])
+def test_what_a_run_did_not_become_need_not_be_said(
+    end: float, must: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both lose their reward in the middle. One has it again at the end."""
+    levels = [0.8] * 10 + [0.1] * 20 + [end] * 10
+    rows = [{"step": step, "loss": 0.0, "reward": level} for step, level in enumerate(levels, start=1)]
+    file = tmp_path / "runs.jsonl.xz"
+    file.write_bytes(lzma.compress(json.dumps({"name": "run", "rows": rows, "run": {}}).encode()))
+    about = {"must": "reward-falls|kl-rises", "becomes": "lost", "seldom": {"5": "reward-falls"}}
+    monkeypatch.setattr(diagnosis, "RUNS", {"run": about})
+    ((_, run),) = diagnosis.table_runs(file, 5)
+    assert run.about["must"] == must
+    assert diagnosis.names(run.about, "may") == ["reward-falls", "kl-rises"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "alike", "right", "facts"),
+    [
+        (0.6, 0.5, 0.5, ["answers-cut-off"]),
+        (0.4, 0.95, 0.95, ["groups-all-right"]),
+        (0.4, 0.95, 0.5, []),
+        (0.4, 0.8, 0.95, []),
+    ],
+)
+def test_what_the_means_of_a_log_show_is_true_of_it(cut: float, alike: float, right: float, facts: list[str]) -> None:
+    """Only the last sixth counts. Rows of an evaluation, and values that are not known, are left out."""
+    end = {"completions/clipped_ratio": cut, "frac_reward_zero_std": alike, "reward": right}
+    rows = [dict.fromkeys(end, 0.3)] * 50 + [end] * 5 + [{"eval_loss": 1.0}, dict.fromkeys(end), *[end] * 5]
+    assert diagnosis.plain_facts(rows) == facts
 
 
 def test_a_copy_too_short_to_judge_is_left_out_and_what_it_hides_need_not_be_said() -> None:

@@ -202,6 +202,7 @@ PLANTS = {
     "reward-model-exploited": Plant(
         from_start(reward_model__true=lambda row: 0.75 - 0.5 * late(row)), START, 40, "ref_model_sync_steps"
     ),
+    "gradient-huge": Plant(from_start(grad_norm=3e9), START, UPDATES, "sum"),
     "gradient-spikes": Plant(spiked, START, 0, "learning_rate"),
     "not-a-number": Plant(from_start(grad_norm=math.nan), START, 0, "learning_rate"),
     "steps-left-out": Plant(left_out, START + 6, 0, "learning_rate"),

@@ -93,6 +93,30 @@ def chance_of(is_bad: np.ndarray, usual: float) -> float:
     return math.exp(-len(is_bad) * exponent)
 
 
+def chance_of_order(is_bad: np.ndarray) -> float:
+    """Return the chance that as many bad values come late, anywhere, if the same values came in any order.
+
+    It is Kolmogorov and Smirnov's one-sided chance: exact up to 200 values, else that of a Brownian bridge.
+    """
+    total = len(is_bad)
+    bad = int(is_bad.sum())
+    if bad in (0, total):
+        return 1.0
+    share = bad / total
+    most = float((np.arange(1, total + 1) * share - np.cumsum(is_bad)).max())
+    if total > 200:
+        return math.exp(-2 * most**2 / (share * (1 - share) * total))
+    drawn = np.arange(bad + 1)
+    chances = np.zeros(bad + 1)  # of so many bad values that were drawn, if fewer never came than in `is_bad`
+    chances[0] = 1.0
+    for count in range(1, total + 1):
+        is_next_bad = chances * (bad - drawn) / (total - count + 1)
+        chances = chances - is_next_bad
+        chances[1:] += is_next_bad[:-1]
+        chances[count * share - drawn >= most - 1e-9] = 0.0
+    return 1.0 - float(chances.sum())
+
+
 class Change(NamedTuple):
     """The change of a level, with its uncertainty."""
 

@@ -53,9 +53,10 @@ def engine_differs(history: History) -> Found | None:
 
 
 def _disagreement(history: History) -> Found | None:
-    """Find an engine that differs from the trainer, but serves the policy."""
+    """Find an engine that differs from the trainer, but serves the policy, as far as the log shows that."""
     found = beyond(history, _DISAGREES)
-    if found is None or engine_other_policy(history) is not None:
+    means = [key for key in (_KL, _DIFFERENCE) if key in history.keys and not history.is_flagged(key, "sum")]
+    if found is None or (means and engine_other_policy(history) is not None):
         return None
     return found
 

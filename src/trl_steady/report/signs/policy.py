@@ -11,6 +11,7 @@ from trl_steady.report.statistics import (
     HEALTHY_TREND,
     bad_to_the_end,
     blocks,
+    chance_of_order,
     change,
     noise,
     running_median,
@@ -52,8 +53,11 @@ def policy_collapsed(history: History) -> Found | None:
     reward = learnt(history).values
     rollouts_per_step = len(history["reward"].steps) / len(history["entropy"].steps)  # in a step that was logged
     start = values[:3].max(initial=0.0)
-    where = bad_to_the_end((values < 0.1 * start) & (start > 0))
-    if where is None or np.median(is_solved(reward)[-3:]) > 0 or starts_high(reward):
+    is_low = (values < 0.1 * start) & (start > 0)
+    where = bad_to_the_end(is_low)
+    if where is None or _may_be_noise(history, values[where.start :], is_low, start):
+        return None
+    if np.median(is_solved(reward)[-3:]) > 0 or starts_high(reward):
         return None
     was_high = np.flatnonzero(values[: where.start] > 0.8 * start)
     high = was_high[-1] if len(was_high) else 0
@@ -63,6 +67,24 @@ def policy_collapsed(history: History) -> Found | None:
         return None
     evidence = f"{np.median(values[where]):.2g} nats, {start:.3g} until step {steps[high]}"
     return Found(int(steps[where.start]), "entropy", evidence)
+
+
+def _may_be_noise(history: History, since: np.ndarray, is_low: np.ndarray, start: float) -> bool:
+    """Tell whether an entropy was as low before: that of few answers is high in some logs and low in others.
+
+    One in a hundred series has its low values at the end by chance. A run that trains is looked at many times. If a
+    hundredth of the start is left, no value comes back.
+
+    Args:
+        history: The log.
+        since: The values since the entropy is low.
+        is_low: Which of all values are low.
+        start: The value at the start.
+    """
+    sure = 0.001
+    if history.is_over:
+        sure = 0.01
+    return chance_of_order(is_low) > sure and float(since.mean()) > 0.01 * start
 
 
 def _is_stuck(history: History) -> bool:
@@ -76,9 +98,10 @@ def _is_stuck(history: History) -> bool:
 
 
 def entropy_collapses(history: History) -> Found | None:
-    """Find an entropy that will be a tenth of its highest level within this run, without a reward that rises.
+    """Find an entropy that is going to be a tenth of its highest level, without a reward that rises.
 
-    At the end of a run, a quarter is enough: no recorded or real run that was well has less than a third.
+    It must come there before the run ends, or half of the run later, as fast as it falls in the last third. Of a run
+    that is over, the slope from the highest level to the end counts too.
     """
     steps, values = history[mean_over_tokens(history, "entropy")].finite
     if len(values) < 12 or len(learnt(history).values) < 10:  # healthy runs would print it
@@ -86,21 +109,23 @@ def entropy_collapses(history: History) -> Found | None:
     level = np.maximum(sixths(values), 1e-12)
     first = max(level.max(), float(np.median(values[:3])))
     last = level[-1]
-    where = bad_to_the_end(values < level.max() / 2)
+    is_low = values < level.max() / 2
+    where = bad_to_the_end(is_low)
+    if where is None or _may_be_noise(history, values[where.start :], is_low, first):
+        return None
     if last > first / 4 or learns(history):  # recorded and real runs that learn come as far as a quarter
         return None
-    # the middles of the two sixths are a third of the run apart
-    slope = 3 * math.log(last / level[3]) / max(steps[-1] - steps[0], 1)
+    sixth = max(steps[-1] - steps[0], 1) / 6
+    slope = math.log(last / level[3]) / (2 * sixth)
+    if history.is_over:
+        sixths_since = max(5 - int(level.argmax()), 1)
+        slope = min(slope, math.log(last / first) / (sixths_since * sixth))
     steps_left = math.log(10 * last / first) / -min(slope, -1e-12)
     arrival = history.last_step + max(steps_left, 0)
     planned = history.settings.get("max_steps") or 0
-    if where is None:
+    if arrival > max(planned, 1.5 * steps[-1]):
         return None
     evidence = f"{first:.3g} to {last:.3g} nats, a tenth of it by step {arrival:.0f}"
-    if arrival > max(planned, 1.5 * steps[-1]):
-        if not history.is_over:
-            return None
-        evidence = f"{first:.3g} to {last:.3g} nats"
     return Found(int(steps[where.start]), "entropy", evidence)
 
 
@@ -146,8 +171,18 @@ def policy_still(history: History) -> Found | None:
 
 
 def kl_nan(history: History) -> Found | None:
-    """Find a KL that is NaN in each log."""
-    return never_a_number(history, "kl")
+    """Find a KL that is NaN in each log, or in two of them and a twentieth of those that have a reward."""
+    found = never_a_number(history, "kl")
+    if found is not None or "reward" not in history.keys:
+        return found
+    steps, values = history["kl"]
+    is_scored = np.isin(steps, history["reward"].finite.steps)  # a row of an export can be of other metrics
+    is_lost = np.isnan(values) & is_scored
+    lost = int(is_lost.sum())
+    scored = int(is_scored.sum())
+    if lost < 2 or lost < 0.05 * scored:
+        return None
+    return Found(int(steps[is_lost][0]), "kl", f"NaN in {lost} of {scored} logs")
 
 
 def kl_explodes(history: History) -> Found | None:
