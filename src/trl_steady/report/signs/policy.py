@@ -143,7 +143,10 @@ def policy_still(history: History) -> Found | None:
 
 def kl_nan(history: History) -> Found | None:
     """Find a KL that is NaN in each log."""
-    return never_a_number(history, "kl")
+    found = never_a_number(history, "kl")
+    if found is None:
+        return None
+    return found._replace(facts={"fp16": bool(history.settings.get("fp16"))})
 
 
 def kl_explodes(history: History) -> Found | None:
