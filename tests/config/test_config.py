@@ -220,6 +220,10 @@ def test_the_table_has_every_option_of_ours() -> None:
             "adapter_dtype='float32' does not",
         ),
         (
+            {"fp16": True, "use_transformers_continuous_batching": True},
+            r"fp16=True does not work with use_transformers_continuous_batching=True: .*use bf16=True",
+        ),
+        (
             {"keep_sampling_mask": True, "use_transformers_continuous_batching": True},
             "keep_sampling_mask=True does not",
         ),
@@ -293,7 +297,6 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, options:
         ({"epsilon_high": 0.28}, r"epsilon_high=0\.28 are for token ratios.*Set epsilon=3e-4 and epsilon_high=4e-4"),
         ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, r"epsilon=0\.2 .* A sequence ratio"),
         ({"kl_estimator": "k2"}, r"kl_estimator='k2' has no effect because beta=0\.0"),
-        ({"skip_nonfinite_steps": 5, "fp16": True}, r"skip_nonfinite_steps=5 has no effect because fp16"),
         ({"skip_nonfinite_steps": 5, "optim": "lomo"}, r"skip_nonfinite_steps=5 has no effect because optim='lomo'"),
         ({"kl_ratio_denominator": "sampler"}, r"has no effect because beta=0\.0"),
         ({"beta_column": "strength"}, r"beta_column='strength' has no effect because beta=0\.0"),

@@ -62,7 +62,6 @@ def test_invalid_values_are_refused_by_name(option: str, tmp_path: Path) -> None
         ({"loss_type": "gspo"}, r"loss_type='gspo' with .* does not work with PPO.*'gspo_token'"),
         ({"importance_sampling_level": "sequence"}, r"importance_sampling_level='sequence' does not work with PPO"),
         ({"optim": "galore_adamw_layerwise"}, r"optim='galore_adamw_layerwise' takes"),
-        ({"fp16": True}, r"fp16=True does not work with PPO"),
         ({"beta_column": "strength", "beta": 0.1}, r"beta_column='strength' scales beta, not kl_coef=0\.05\. Set kl"),
         (
             {"skip_old_pass": True, "steps_per_generation": 1},

@@ -114,6 +114,48 @@ def test_steps_that_the_scaler_of_fp16_skips_are_no_symptom(skipped: range) -> N
 
 
 @pytest.mark.parametrize(
+    ("settings", "ratio", "is_advised"),
+    [
+        ({"fp16": True}, 1.5, True),
+        ({"fp16": True}, None, True),
+        ({"fp16": True}, 1e6, False),  # the ratio overflows by itself
+        ({"fp16": False, "bf16": True}, 1.5, False),
+        ({}, 1.5, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("metric", "symptom"), [("grad_norm", "not-a-number"), ("kl", "kl-nan")])
+def test_bf16_is_advised_only_in_place_of_fp16(
+    metric: str, symptom: str, settings: Row, ratio: float | None, is_advised: bool
+) -> None:
+    logged = rows(60, lambda done, random: {"reward": reward(done, random)})
+    for row in logged[0 if metric == "kl" else 30 :]:
+        row[metric] = math.nan
+    if ratio is not None:
+        for row in logged:
+            row["ratio/sequence_max"] = ratio
+    if metric == "kl":
+        is_advised = settings.get("fp16", False)
+    assert ("set bf16=True in place of fp16" in said(logged, **settings)[symptom].advice) == is_advised
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "is_found"),
+    [(18, {"fp16": True}, False), (19, {"fp16": True}, True), (3, {}, True), (2, {}, False)],
+)
+def test_the_steps_that_find_the_loss_scale_are_no_symptom(count: int, settings: Row, is_found: bool) -> None:
+    """Of 300 steps, 16 halve the scale from 65536 to 1, and 1 % may be left out beside them."""
+    logged = rows(300, lambda done, random: {"reward": reward(done, random)})
+    places = range(14, 300, 15)[:count] if settings else range(300 - count, 300)
+    for place in places:
+        logged[place] |= {"steps/nonfinite": 1.0, "grad_norm": math.inf}
+    found = said(logged, **settings)
+    assert ("steps-left-out" in found) == is_found
+    if is_found:
+        assert ("bf16=True" in found["steps-left-out"].advice) == ("fp16" in settings)
+
+
+@pytest.mark.parametrize(
     ("logged", "words"),
     [
         (rows(1, lambda done, random: {"reward": done}), "1 rollout: too few"),

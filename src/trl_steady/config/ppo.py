@@ -143,8 +143,6 @@ class PPOConfig(GRPOConfig):
             )
         if self.beta_column and self.kl_coef:
             yield f"beta_column={self.beta_column!r} scales beta, not kl_coef={self.kl_coef}. Set kl_coef=0 and beta."
-        if self.fp16:
-            yield "fp16=True does not work with PPO: policy and critic would share one loss scale. Set bf16=True."
         if self.steps_in_backward:
             yield (
                 f"optim={self.steps_in_backward!r} takes its steps in backward, where policy and critic cannot be "

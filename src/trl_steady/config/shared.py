@@ -103,7 +103,8 @@ class SharedOptions(EngineOptions):
     skip_nonfinite_steps: Annotated[int | None, COUNT] = option(
         3,
         "Leave out optimizer steps whose gradient norm is NaN or infinite. After this many in a row, the run ends in "
-        "an error that names the last checkpoint. None: take such steps, as in TRL.",
+        "an error that names the last checkpoint. Under fp16, only steps that a smaller loss scale cannot mend count. "
+        "None: take such steps, as in TRL.",
     )
     dynamic_sampling: Annotated[bool, IN_ROLLOUT] = option(
         False,
@@ -186,6 +187,11 @@ class SharedOptions(EngineOptions):
                         f"{name}={getattr(self, name)!r} does not work with "
                         "use_transformers_continuous_batching=True. Set it to False."
                     )
+            if self.fp16:
+                yield (
+                    "fp16=True does not work with use_transformers_continuous_batching=True: TRL casts the policy to "
+                    "fp16 for it, and torch does not unscale such gradients. Set it to False, or use bf16=True."
+                )
         if self.dynamic_sampling and self.num_generations == 1:
             yield (
                 "dynamic_sampling=True does not work with num_generations=1: the rewards of one answer cannot differ. "
@@ -247,10 +253,9 @@ class SharedOptions(EngineOptions):
             reasons["router_replay"] = self._never_off_policy
         if not self.truncations:
             reasons["keep_sampling_mask"] = Idle("top_p, top_k and min_p keep every token", "Set top_p below 1")
-        if self.fp16:
-            reasons["skip_nonfinite_steps"] = Idle(
-                "fp16=True, whose loss scaler leaves such steps out", "Set bf16=True"
-            )
+        if self.fp16 and self.deepspeed_plugin is not None:
+            because = "fp16=True with DeepSpeed, whose loss scaler leaves such steps out and does not tell"
+            reasons["skip_nonfinite_steps"] = Idle(because, "Set bf16=True")
         elif self.steps_in_backward:
             steps = f"optim={self.steps_in_backward!r} takes its steps in backward"
             reasons["skip_nonfinite_steps"] = Idle(steps, "Set another optimizer")

@@ -85,12 +85,21 @@ def request_weight_sync(trainer: object) -> None:
 def hold_step(trainer: object) -> Generator[None]:
     """Leave out the optimizer's step inside this context. The scheduler waits too, as after an overflow."""
 
-    def skip(*_: object, **__: object) -> None:
-        pass
-
     optimizer, scheduler = as_trl_trainer(trainer).optimizer, as_trl_trainer(trainer).lr_scheduler
-    with patched(optimizer, {"step": skip}), patched(scheduler, {"step": skip}):
+    with patched(optimizer, {"step": _skip}), patched(scheduler, {"step": _skip}):
         yield
+
+
+@contextmanager
+def without_scaler(trainer: object) -> Generator[None]:
+    """Take a step without fp16's loss scaler inside this context. The scaler would raise if there are no gradients."""
+    optimizer, accelerator = as_trl_trainer(trainer).optimizer, as_trl_trainer(trainer).accelerator
+    with patched(optimizer, {"scaler": None}), patched(accelerator, {"unscale_gradients": _skip}):
+        yield
+
+
+def _skip(*_: object, **__: object) -> None:
+    """Do nothing in place of a method."""
 
 
 def is_called_by_transformers() -> bool:

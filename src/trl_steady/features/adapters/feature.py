@@ -17,7 +17,12 @@ from trl_steady.core.feature import Feature
 from trl_steady.core.types import Construction
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.adapters.merging import merged_weights
-from trl_steady.features.adapters.precision import keep_gradients_on_cpu, keep_in_float32, lost_to_rounding
+from trl_steady.features.adapters.precision import (
+    keep_gradients_on_cpu,
+    keep_in_float32,
+    lost_to_rounding,
+    refuse_unscalable,
+)
 from trl_steady.features.adapters.saved import refuse_other_adapter, unsaved_parameters
 from trl_steady.features.adapters.vllm_sync import LoraSync, needs_adapter
 from trl_steady.trl_bridge.models import REFERENCE_ADAPTER
@@ -54,6 +59,9 @@ class Adapters(Feature):
                 "the model has no trainable parameter. Set requires_grad=True on some, or load the adapter with "
                 "is_trainable=True."
             )
+        if trainer.accelerator.scaler is not None and not trainer.is_fsdp_enabled:  # accelerate casts them for FSDP
+            trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+            refuse_unscalable(trained, trainer.accelerator.device)
         keep_gradients_on_cpu(model)
         if message := lost_to_rounding(model, args.learning_rate):
             self.warn(message)

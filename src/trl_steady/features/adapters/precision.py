@@ -1,12 +1,13 @@
 """Keep the gradients of a quantised policy, and the precision that its adapters need at small learning rates."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from accelerate import DeepSpeedPlugin
 from bitsandbytes.nn import Linear4bit
 from peft import PeftModel
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 
 def keep_in_float32(
@@ -24,6 +25,37 @@ def keep_in_float32(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
+
+
+def refuse_unscalable(parameters: Iterable[tuple[str, torch.nn.Parameter]], device: torch.device) -> None:
+    """Raise a ValueError if a loss scaler cannot unscale the gradients of a parameter that is trained.
+
+    torch would raise at the first step, after a rollout. It takes no float16, and on CUDA (seen in 2.11) no bfloat16,
+    which TRL makes of each adapter of a quantised base.
+    """
+    examples: dict[torch.dtype, str] = {}
+    for name, parameter in parameters:
+        examples.setdefault(parameter.dtype, name)
+    for dtype, name in examples.items():
+        if _can_unscale(dtype, device):
+            continue
+        raise ValueError(
+            f"fp16=True cannot train {name}, which is {dtype}: torch does not unscale such gradients. Load it in "
+            "float32 (model_init_kwargs={'dtype': 'float32'}), or set adapter_dtype='float32' for the adapter of a "
+            "quantised base. The passes compute in fp16 all the same."
+        )
+
+
+def _can_unscale(dtype: torch.dtype, device: torch.device) -> bool:
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    scaler = GradScaler(device.type)
+    scaler.scale(torch.zeros((), device=device))  # makes its tensors
+    try:
+        scaler.unscale_(torch.optim.SGD([parameter]))
+    except (ValueError, RuntimeError):
+        return False
+    return True
 
 
 def lost_to_rounding(model: torch.nn.Module, learning_rate: float) -> str | None:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from trl_steady.config.ppo import PPOConfig
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.core.types import Construction, LossPass, Rollout, loss_mask
+from trl_steady.features.adapters.precision import refuse_unscalable
 from trl_steady.features.critic.construction import build_critic
 from trl_steady.features.critic.model import ScalarHeadModel
 from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
@@ -24,6 +25,7 @@ from trl_steady.losses import LOSSES
 from trl_steady.trl_bridge.loss import run_own_backward, trl_token_weights
 from trl_steady.trl_bridge.models import VALUE_ADAPTER, keep_parameters
 from trl_steady.trl_bridge.rollout import with_reference_log_probs
+from trl_steady.trl_bridge.trl_state import without_scaler
 
 OPTIMIZER_FILE = TensorFile("critic_optimizer.safetensors", "state of the critic's optimizer")
 
@@ -55,8 +57,12 @@ class Critic(ScalarHeadFeature):
     def on_init_end(self) -> None:
         """Make the critic, and refuse setups in which it would not be trained as asked."""
         self.kl_coef = self.args.kl_coef
+        self._unscaled = ExitStack()  # a step of the warm-up
         self._refuse_setups()
         critic = build_critic(self.trainer, self.args)
+        accelerator = self.trainer.accelerator
+        if accelerator.scaler is not None and not self.trainer.is_fsdp_enabled:  # accelerate casts it for FSDP
+            refuse_unscalable(critic.named_parameters(), accelerator.device)
         if self.trainer.is_fsdp_enabled:
             critic.join_policy()
         self.adopt(critic)
@@ -66,6 +72,8 @@ class Critic(ScalarHeadFeature):
         is_adapter = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
         works = "DDP (accelerate launch --multi_gpu), FSDP2 with adapters (peft_config)"
         if trainer.is_deepspeed_enabled:
+            if trainer.accelerator.mixed_precision == "fp16":  # nobody has run it
+                raise _untrainable("fp16 and DeepSpeed, which casts its adapter to fp16", f"bf16, or {works}")
             if args.value_warmup_steps:  # DeepSpeed updates the policy in every step
                 raise _untrainable(
                     f"value_warmup_steps={args.value_warmup_steps} and DeepSpeed", f"{works}, or no warm-up"
@@ -138,7 +146,12 @@ class Critic(ScalarHeadFeature):
 
         The critic's backward pass runs first, so that memory holds one of the two graphs at a time.
         """
-        critic_loss = run_own_backward(self.trainer, loss, functools.partial(self._loss, loss.inputs))
+        compute = functools.partial(self._loss, loss.inputs)
+        if self.trainer.awaits_backward:
+            critic_loss = run_own_backward(self.trainer, loss, compute, self.optimizer.scaler)
+            self.optimizer.add_loss(critic_loss)
+        else:  # of an evaluation, before which there may be no optimizer
+            critic_loss = compute()
         policy_loss = call_next(loss)
         if self.is_warming_up:
             policy_loss = 0.0 * policy_loss
@@ -181,6 +194,7 @@ class Critic(ScalarHeadFeature):
 
     def on_step_begin(self) -> None:
         """Discard gradients of a step that raised."""
+        self._unscaled.close()
         self.optimizer.adamw.zero_grad()
         if self.trainer.state.global_step == self.args.value_warmup_steps > 0:
             # torch takes an empty step to save the state of a sharded optimizer that has none
@@ -194,6 +208,12 @@ class Critic(ScalarHeadFeature):
             self.trainer.metrics.pooled(means={"value/grad_norm": (norm, torch.ones_like(norm, dtype=torch.bool))})
         if self.is_warming_up:
             self.trainer.model.zero_grad()
+            if self.trainer.accelerator.scaler is not None:
+                self._unscaled.enter_context(without_scaler(self.trainer))
+
+    def on_step_end(self) -> None:
+        """Let the policy's optimizer use its loss scaler again."""
+        self._unscaled.close()
 
     @property
     def _learning_rate(self) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
@@ -13,6 +14,8 @@ from trl_steady.features.critic.model import ScalarHeadModel
 from trl_steady.features.nonfinite_steps import NonfiniteSteps
 from trl_steady.trl_bridge import models
 
+_SCALER = "loss_scaler"  # in a saved state, which has names of parameters beside it
+
 
 class ScalarHeadOptimizer:
     """Trains all parameters of a critic or a reward model with AdamW. Every process must call all methods.
@@ -20,6 +23,9 @@ class ScalarHeadOptimizer:
     The policy's optimizer and DDP take the parameters that need a gradient when a training begins. Those of the model
     need one only after `enable(True)`, so they are in neither. Create the optimizer after FSDP2 has sharded the model.
     `weight_decay` is for parameters with more than one dimension.
+
+    Under fp16 the optimizer has a loss scaler of its own: the loss of a critic may be orders of magnitude larger than
+    the policy's, and one scale for both would be too small for the policy's gradients.
     """
 
     def __init__(
@@ -46,12 +52,20 @@ class ScalarHeadOptimizer:
             {"params": vectors, "weight_decay": 0.0},
         ]
         self.adamw = AdamW(groups, betas=betas, eps=eps, fused=True)  # fused needs no copies of all parameters
+        accelerator = trainer.accelerator
+        self.scaler = GradScaler(accelerator.device.type, enabled=accelerator.mixed_precision == "fp16")
+        self._loss = torch.zeros((), device=accelerator.device)
+        self.scaler.scale(self._loss)  # makes its tensors, also on a process that gets no micro-batch
 
     def enable(self, is_enabled: bool) -> None:
         """Let the parameters collect gradients, or not. Gradients so far are lost."""
         for parameter in self._parameters:
             parameter.requires_grad_(is_enabled)
             parameter.grad = None
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add the loss of a micro-batch to the figures that are printed if the step is left out."""
+        self._loss = self._loss + loss.detach()
 
     def step(self, learning_rate: float, owner: str) -> Tensor | None:
         """Take a step of the `owner` with the mean gradients of all processes if they are finite, and clear them.
@@ -62,16 +76,21 @@ class ScalarHeadOptimizer:
         models.reshard(self._model.backbone)
         if self._trainer.accelerator.num_processes > 1:
             self._average_gradients()
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = None
-        if gradients:
-            norm = models.whole(torch.nn.utils.get_total_norm(gradients))
+        loss = self._loss
+        self._loss = torch.zeros_like(loss)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        if norm is not None and self._trainer.feature(NonfiniteSteps).admits(owner, norm, self._named_gradients()):
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if not gradients:
+            return None
+        self.scaler.unscale_(self.adamw)
+        norm = models.whole(torch.nn.utils.get_total_norm(gradients))
+        steps = self._trainer.feature(NonfiniteSteps)
+        if steps.admits(owner, norm, self._named_gradients(), self.scaler, loss=loss):
             if self._max_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
-            self.adamw.step()
+            self.scaler.step(self.adamw)
+        self.scaler.update()
         self.adamw.zero_grad()
         return norm
 
@@ -94,16 +113,24 @@ class ScalarHeadOptimizer:
         for name, parameter in self._model.named_parameters():
             for key, value in self.adamw.state.get(parameter, {}).items():
                 state[f"{name}.{key}"] = models.whole(value).to("cpu", copy=True)
+        for key, number in self.scaler.state_dict().items():
+            state[f"{_SCALER}.{key}"] = torch.tensor(number, dtype=torch.float64)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
         parameters = dict(self._model.named_parameters())
+        scaler_state = self.scaler.state_dict()
         self.adamw.state.clear()
         for entry, value in state.items():
             name, _, key = entry.rpartition(".")
+            if name == _SCALER:
+                if key in scaler_state:  # empty except under fp16
+                    scaler_state[key] = type(scaler_state[key])(value.item())
+                continue
             parameter = parameters[name]
             restored = value.to(parameter.device, copy=True)
             if key != "step":
                 restored = models.like(parameter, restored)
             self.adamw.state[parameter][key] = restored
+        self.scaler.load_state_dict(scaler_state)

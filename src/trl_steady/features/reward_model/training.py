@@ -73,7 +73,9 @@ def _step(
     for micro_batch in _micro_batches(share, args.per_device_train_batch_size, args.token_budget):
         with scorer.trainer.until_backward():
             losses, _, _ = _losses(scorer, micro_batch)
-            (losses.sum() * factor).backward()
+            loss = losses.sum() * factor
+            optimizer.scaler.scale(loss).backward()
+        optimizer.add_loss(loss)
     optimizer.step(learning_rate, "reward model")
 
 

@@ -18,7 +18,23 @@ def not_a_number(history: History) -> Found | None:
         least = 10
     gradient = not_numbers(history, ["grad_norm"], to_end=to_end, least=least)
     loss = not_numbers(history, ["loss"], to_end=to_end, least=least)
-    return gradient or loss
+    found = gradient or loss
+    if found is None:
+        return None
+    return found._replace(facts={"fp16_overflows": _overflows_in_fp16(history, found.since)})
+
+
+def _overflows_in_fp16(history: History, since: int) -> bool:
+    """Tell whether numbers are lost because of fp16: it is on, and the policy was near that of the rollout before.
+
+    The scaler has lowered the loss scale by then, and it never lets the weights become NaN.
+    """
+    if not history.settings.get("fp16"):
+        return False
+    if "ratio/sequence_max" not in history.keys:
+        return True
+    steps, ratios = history["ratio/sequence_max"].finite
+    return bool((ratios[steps <= since] < 10).all())  # the limit of ratio-explodes
 
 
 def metric_nan(history: History) -> Found | None:
@@ -54,13 +70,18 @@ def gradient_spikes(history: History) -> Found | None:
 
 
 def steps_left_out(history: History) -> Found | None:
-    """Find optimizer steps that were left out, at least 1 % of all. Only logs after such a step have the metric."""
+    """Find optimizer steps that were left out, at least 1 % of all. Only logs after such a step have the metric.
+
+    Under fp16, 16 steps more: as many halve the loss scale from 65536 to 1.
+    """
     if "steps/nonfinite" not in history.keys:
         return None
     steps, values = history["steps/nonfinite"]
-    if values.sum() < 0.01 * history.last_step:
+    is_fp16 = bool(history.settings.get("fp16"))
+    usual = 16 if is_fp16 else 0
+    if values.sum() - usual < 0.01 * history.last_step:
         return None
-    return Found(int(steps[0]), "steps/nonfinite", f"{values.sum():.0f} in all")
+    return Found(int(steps[0]), "steps/nonfinite", f"{values.sum():.0f} in all", {"fp16": is_fp16})
 
 
 def gradient_zero(history: History) -> Found | None:

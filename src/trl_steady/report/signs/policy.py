@@ -173,8 +173,14 @@ def policy_still(history: History) -> Found | None:
 def kl_nan(history: History) -> Found | None:
     """Find a KL that is NaN in each log, or in two of them and a twentieth of those that have a reward."""
     found = never_a_number(history, "kl")
-    if found is not None or "reward" not in history.keys:
-        return found
+    if found is None and "reward" in history.keys:
+        found = _kl_nan_in_some(history)
+    if found is None:
+        return None
+    return found._replace(facts={"fp16": bool(history.settings.get("fp16"))})
+
+
+def _kl_nan_in_some(history: History) -> Found | None:
     steps, values = history["kl"]
     is_scored = np.isin(steps, history["reward"].finite.steps)  # a row of an export can be of other metrics
     is_lost = np.isnan(values) & is_scored
