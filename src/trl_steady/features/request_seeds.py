@@ -9,7 +9,7 @@ from typing import Any
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout, Turn
-from trl_steady.trl_bridge.patching import patched
+from trl_steady.trl_bridge.vllm_seeds import sample_from
 
 
 @dataclass
@@ -63,7 +63,7 @@ class RequestSeeds(Feature):
         place.rows = max(place.rows, len(turn.prompt_ids))  # later turns of tools have fewer
         first = self._first_seed(place) + self._processes_before() * place.rows
         place.calls += 1
-        with patched(self.trainer.vllm_generation, {"first_seed": first}):
+        with sample_from(self.trainer, first):
             return call_next(turn)
 
     def first_seed_ahead(self, steps: int) -> int | None:

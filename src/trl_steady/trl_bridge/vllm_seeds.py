@@ -6,7 +6,11 @@ The seeds of one call are consecutive numbers, so that two completions of a call
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
+
+from trl_steady.core.feature import Trainer
+from trl_steady.trl_bridge.patching import patched
 
 if TYPE_CHECKING:
     from trl.generation.vllm_client import VLLMClient
@@ -15,6 +19,11 @@ else:
 
 FIRST_SEED = "first_seed"
 """Key of a request to a server: the seed of its first completion. It is no argument of TRL's client."""
+
+
+def sample_from(trainer: Trainer, first_seed: int) -> AbstractContextManager[None]:
+    """Return a context in which the trainer's engine samples its rows with the seeds from `first_seed` on."""
+    return patched(trainer.vllm_generation, {"first_seed": first_seed})
 
 
 def with_seeds(generate: Callable[..., Any], first_seed: int) -> Callable[..., Any]:
