@@ -119,8 +119,13 @@ def test_continuations_outside_a_rollout_have_seeds_of_their_own(colocated: Trai
     trainer, seeds = colocated(max_steps=4)
     calls: Seeds = trainer.vllm_generation.llm.engine.seeds
     calls.clear()
+    place = trainer.feature(RequestSeeds)._place
     for _ in range(2):
         generate_continuations(trainer, [[60, 70]] * 3, batch_size=3)
+    assert (place.kind, place.calls) == (
+        "training",
+        1,
+    )  # further calls of a rollout in progress would have other seeds
     assert [len(each) for each in calls] == [3, 3]
     assert len({*flat(seeds + calls)}) == 16 + 6
 

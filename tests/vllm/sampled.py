@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
         "vllm_max_model_length": 128,
     },
     **{"per_device_train_batch_size": 8, "steps_per_generation": 2, "max_steps": 6, "max_completion_length": 16},
+    **{"shuffle_dataset": False},  # the same prompts with each seed
     **{"generation_kwargs": {"ignore_eos": True}, "save_strategy": "steps", "save_steps": 2},
     "build": {"train_dataset": tiny.dataset(8)},
 }

@@ -15,6 +15,7 @@ from trl_steady.trl_bridge.patching import patched
 pytestmark = needs_vllm
 
 
+@pytest.mark.supports("vllm_request_seeds", on="vLLM colocate")
 def test_a_killed_run_goes_on_with_the_answers_of_the_run_that_never_stopped(folder: Path, tmp_path: Path) -> None:
     whole = sampled.run(folder, tmp_path / "whole")
     assert [step for step, _ in whole] == [0, 2, 4]
@@ -35,6 +36,7 @@ def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     yield from serving(folder, tmp_path_factory.mktemp("server"), ["--logprobs-mode", "processed_logprobs"])
 
 
+@pytest.mark.supports("vllm_request_seeds", on="vLLM server")
 def test_a_server_samples_each_completion_with_its_own_seed(
     folder: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
