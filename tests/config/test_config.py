@@ -63,7 +63,7 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
     off = "async_generate dynamic_sampling keep_sampling_mask log_line ref_model_sync_reset_optimizer"
     off += " router_replay_reference share_prompts skip_zero_weight training_report"
     unset = "adapter_dtype beta_column geometric_mask_range ref_model_sync_kl router_replay skip_old_pass token_budget"
-    unset += " token_veto_threshold vllm_adapter_sync vllm_engine_kwargs"
+    unset += " token_veto_threshold vllm_adapter_sync vllm_engine_kwargs vllm_request_seeds"
     added = {**dict.fromkeys(off.split(), False), **dict.fromkeys(unset.split())}
     added |= {"kl_estimator": "k3", "kl_ratio_denominator": "old", "off_policy_mask_level": "sequence"}
     added |= {
@@ -264,7 +264,15 @@ def test_the_table_has_every_option_of_ours() -> None:
             r"skip_old_pass=True does not .*alpha=5, whose",
         ),
         ({"top_k": None}, r"top_k=None: transformers takes it for 50"),
-        ({"use_vllm": True, "vllm_engine_kwargs": '{"seed": 1}'}, r"vllm_engine_kwargs has seed=1, .*Leave it out\.$"),
+        (
+            {"use_vllm": True, "vllm_engine_kwargs": '{"model": "a"}'},
+            r"vllm_engine_kwargs has model='a', .*Leave it out\.$",
+        ),
+        (
+            {"use_vllm": True, "vllm_engine_kwargs": {"seed": "a"}},
+            r"vllm_engine_kwargs has seed='a', .*Set seed to 0, 1",
+        ),
+        ({"use_vllm": True, "vllm_engine_kwargs": {"seed": -1}}, r"vllm_engine_kwargs has seed=-1, which cannot work"),
         (
             {"use_vllm": True, "vllm_engine_kwargs": {"max_num_seqs": 8, "max_model_len": 512}},
             r"vllm_engine_kwargs has max_model_len=512, .*Leave it out, and set vllm_max_model_length\.",
@@ -347,6 +355,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, options:
             {"use_vllm": True, "vllm_mode": "server", "vllm_engine_kwargs": {"quantization": "fp8"}},
             r"vllm_engine_kwargs={'quantization': 'fp8'} has no effect because vllm_mode='server'",
         ),
+        ({"vllm_request_seeds": True}, r"vllm_request_seeds=True has no effect because use_vllm=False"),
         ({"engine_check": 0.5}, r"engine_check=0\.5 has no effect because use_vllm=False and no rollout_func"),
         ({"router_replay_reference": True}, r"router_replay_reference=True has no effect because router_replay=None"),
         ({"router_replay_reference": True, "router_replay": "R2"}, r"has no effect because beta=0\.0"),
@@ -378,6 +387,8 @@ def test_options_with_effect_do_not_warn(tmp_path: Path) -> None:
         {"keep_sampling_mask": True, "top_p": 0.9},
         {"use_vllm": True, "vllm_engine_kwargs": {"max_num_batched_tokens": 8192, "quantization": None}},
         {"use_vllm": True, "vllm_engine_kwargs": {"quantization": "fp8"}, "vllm_adapter_sync": True},
+        {"use_vllm": True, "vllm_engine_kwargs": {"seed": 7}},
+        {"use_vllm": True, "vllm_request_seeds": True},
         {"use_vllm": True, "vllm_mode": "server", "async_generate": True},
     ]:
         assert warned(tmp_path, **{"loss_type": "gspo", **options}) == [], options

@@ -35,6 +35,7 @@ INVALID: dict[str, list[Any]] = {
     "keep_sampling_mask": [[0.9]],
     "adapter_dtype": ["float16"],
     "vllm_adapter_sync": ["lora"],
+    "vllm_request_seeds": ["yes", 2],
     "vllm_engine_kwargs": ["fp8", "{'quantization': 'fp8'}", ["fp8"], True],
     "engine_check": [0.0],
     "skip_nonfinite_steps": [0, 1.5, "3", True],

@@ -90,7 +90,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "training_report": {"training_report": {"training_report": True}},
 }
-WITH_AN_ENGINE = {"generate_ahead", "engine_check"}
+WITH_AN_ENGINE = {"generate_ahead", "engine_check", "request_seeds"}
 """Features that do nothing without an engine. Their folders test them with a server's stand-in."""
 EVERYWHERE = {"active_features"}
 """On in each run."""

@@ -38,6 +38,7 @@ FEATURES = {
     "quantised base": "LoRA (NF4 base)",
     "adapter_dtype": '`adapter_dtype="float32"`',
     "vllm_adapter_sync": "`vllm_adapter_sync`",
+    "vllm_request_seeds": "`vllm_request_seeds`",
     "router_replay R2": '`router_replay="R2"`',
     "router_replay R3": '`router_replay="R3"`',
     "keep_sampling_mask": "`keep_sampling_mask`",

@@ -103,6 +103,10 @@ class Engine:
         """Log-probs of a completion behind a prompt."""
         self.is_silent = False
         """Whether it has no word of routes and sets, as a version that knows of none."""
+        self.obeys_seeds = False
+        """Whether the seed of a completion decides it, in place of the number of those before it."""
+        self.seeds: list[list[int | None]] = []
+        """Of the completions of each call, in order."""
         self.adapters: list[Any] | None = None
         """Requests for adapters; None if a colocated engine takes none."""
         self._asked: Counter[tuple[int, ...]] = Counter()
@@ -118,11 +122,14 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self.syncs += 1
 
-    def sample(self, prompt: list[int]) -> Sample:
+    def sample(self, prompt: list[int], seed: int | None) -> Sample:
         with self._lock:
             key = (self.syncs, *prompt)
-            ids = self.spoken(prompt, self._asked[key])
+            number = self._asked[key]
             self._asked[key] += 1
+            if self.obeys_seeds and seed is not None:
+                number = seed
+            ids = self.spoken(prompt, number)
             routes = self.answered(chosen([*prompt, *ids], self.syncs))
             return Sample(ids, self.scored(prompt, ids), routes, self.left(kept(prompt, ids, self.syncs)))
 
@@ -166,14 +173,17 @@ class LLM:
         use_tqdm: bool,
         lora_request: Any = None,
     ) -> list[Any]:
-        assert sampling_params.n == 1
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        assert len(params) == len(prompts) and {each.n for each in params} == {1}
         assert lora_request == (self.engine.adapters[-1] if self.engine.adapters else None)
-        if self.asked.get(MASKED) and sampling_params.top_k <= 0:
+        if self.asked.get(MASKED) and params[0].top_k <= 0:
             raise ValueError(UNBOUNDED)
-        return [self._answer(prompt["prompt_token_ids"]) for prompt in prompts]
+        self.engine.seeds.append([getattr(each, "seed", None) for each in params])
+        asked = zip(prompts, self.engine.seeds[-1], strict=True)
+        return [self._answer(prompt["prompt_token_ids"], seed) for prompt, seed in asked]
 
-    def _answer(self, prompt: list[int]) -> Any:
-        ids, scores, routes, sets = self.engine.sample(prompt)
+    def _answer(self, prompt: list[int], seed: int | None) -> Any:
+        ids, scores, routes, sets = self.engine.sample(prompt, seed)
         pairs = zip(ids, scores, strict=True)
         logprobs = [{token: SimpleNamespace(logprob=score, rank=1)} for token, score in pairs]
         completion = SimpleNamespace(token_ids=ids, logprobs=logprobs)
@@ -246,18 +256,21 @@ class Server:
         sampling = body if path == COMPLETIONS else body["sampling_params"]
         if self.flag(MASKED) and sampling["top_k"] <= 0:
             raise ValueError(UNBOUNDED)
+        of_choices = [None] * sampling["n"]
+        if sampling.get("seed") is not None:
+            of_choices = list(range(sampling["seed"], sampling["seed"] + sampling["n"]))  # for each prompt the same
         if path == COMPLETIONS:
-            choices = [self._choice(prompt) for prompt in body["prompt"] for _ in range(body["n"])]
+            choices = [self._choice(prompt, seed) for prompt in body["prompt"] for seed in of_choices]
             return {"choices": [choice for choice, _ in choices]}
         assert path == TOKENS and sampling["output_kind"] == 2, path
         assert body.keys() == {"request_id", "model", "token_ids", "features", "sampling_params"}
-        choices = [self._choice_of_tokens(body["token_ids"], index) for index in range(sampling["n"])]
+        choices = [self._choice_of_tokens(body["token_ids"], *each) for each in enumerate(of_choices)]
         time.sleep(next(self.waits))
         self.answers.append(body["token_ids"])
         return {"choices": choices}
 
-    def _choice(self, prompt: list[int]) -> tuple[dict[str, Any], Sample]:
-        sample = self.engine.sample(prompt)
+    def _choice(self, prompt: list[int], seed: int | None) -> tuple[dict[str, Any], Sample]:
+        sample = self.engine.sample(prompt, seed)
         names = [f"token_id:{token}" for token in sample.ids]
         logprobs = {"tokens": names, "token_logprobs": sample.scores, "top_logprobs": [None] * len(names)}
         choice = {"prompt_token_ids": prompt, "token_ids": sample.ids, "logprobs": logprobs}
@@ -266,8 +279,8 @@ class Server:
             choice["routed_experts"] = encoded(sample.routes) if has_routes else None
         return choice, sample
 
-    def _choice_of_tokens(self, prompt: list[int], index: int) -> dict[str, Any]:
-        choice, sample = self._choice(prompt)
+    def _choice_of_tokens(self, prompt: list[int], index: int, seed: int | None) -> dict[str, Any]:
+        choice, sample = self._choice(prompt, seed)
         tokens = choice.pop("logprobs")
         pairs = zip(tokens["tokens"], tokens["token_logprobs"], strict=True)
         own = [{"token": token, "logprob": score} for token, score in pairs]

@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import trl
 
@@ -19,7 +19,6 @@ else:
 # Arguments of vLLM's engine that a trainer decides -> the option for it, or "".
 _DECIDED_BY_TRAINER: dict[str, str] = {
     "model": "",
-    "seed": "",
     "logprobs_mode": "",
     "distributed_executor_backend": "",
     # an engine of more processes than TRL knows of would get other prompts in each
@@ -56,6 +55,13 @@ class EngineOptions(_TRLConfig):
         'Arguments for a colocated vLLM engine, such as `{"max_num_batched_tokens": 8192}`. They override TRL\'s. '
         "They are those of `vllm.LLM`, less the ones that the trainer decides. On a command line, in JSON.",
     )
+    vllm_request_seeds: Annotated[bool | None, Needs("use_vllm")] = option(
+        None,
+        "Sample each completion that vLLM generates with a seed of its own, from `seed`, the optimizer step and the "
+        "row. Runs with other seeds get other completions, and a resumed run gets those of the run that never "
+        "stopped. A `seed` in `generation_kwargs` or `vllm_engine_kwargs` takes the place of the run's. False: as in "
+        "TRL, whose colocated engines begin with the same seed in each run. None: True with `full_determinism`.",
+    )
     engine_check: Annotated[float | None, POSITIVE] = option(
         1.0,
         "Largest mean k3, in nats per token, between trainer and vLLM (or a `rollout_func`) in the first rollout of "
@@ -73,6 +79,25 @@ class EngineOptions(_TRLConfig):
     def is_colocated(self) -> bool:
         """True if a vLLM engine runs in the trainer's process."""
         return self.use_vllm and self.vllm_mode == "colocate"
+
+    @property
+    def seeds_requests(self) -> bool:
+        """True if each completion that vLLM generates has a seed of its own."""
+        if self.vllm_request_seeds is None:
+            return self.use_vllm and self.full_determinism
+        return self.use_vllm and self.vllm_request_seeds
+
+    @property
+    def request_seed(self) -> int:
+        """The seed from which `vllm_request_seeds` derives others: one that is given for the engine, or the run's."""
+        for_requests: dict[str, Any] = cast(Any, self.generation_kwargs) or {}
+        if for_requests.get("seed") is not None:
+            return for_requests["seed"]
+        engine = self.vllm_engine_kwargs or {}
+        assert not isinstance(engine, str)  # parsed by transformers.TrainingArguments
+        if self.is_colocated and "seed" in engine:
+            return engine["seed"]
+        return self.seed
 
     def _engine_idle_because(self) -> dict[str, Idle | None]:
         no_engine = first_disabled(self, "use_vllm")
@@ -107,6 +132,9 @@ class EngineOptions(_TRLConfig):
                 option = _DECIDED_BY_TRAINER[name]
                 instead = f", and set {option}" if option else ""
                 yield f"vllm_engine_kwargs has {name}={value!r}, which the trainer decides. Leave it out{instead}."
+            is_seed = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            if name == "seed" and not is_seed:
+                yield f"vllm_engine_kwargs has seed={value!r}, which cannot work. Set seed to 0, 1, 2, ..."
             if name in ("quantization", "quantization_config") and value and not self.vllm_adapter_sync:
                 yield (
                     f"vllm_engine_kwargs has {name}={value!r}, and a quantised engine cannot take the policy's "

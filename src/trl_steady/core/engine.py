@@ -37,7 +37,10 @@ class GenerationResult(NamedTuple):
 
 
 SendRequest = Callable[[Mapping[str, Any]], GenerationResult]
-"""Sends a request to a server, and waits for the result. A request is the arguments of TRL's client."""
+"""Sends a request to a server, and waits for the result.
+
+A request is the arguments of TRL's client, and perhaps a `first_seed`.
+"""
 
 
 class NotServedError(Exception):

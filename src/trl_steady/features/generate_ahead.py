@@ -11,8 +11,10 @@ from trl_steady.config.grpo import GRPOConfig
 from trl_steady.core.engine import GenerationResult, SendRequest
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import MicroBatches, Rollout, Turn
+from trl_steady.features.request_seeds import RequestSeeds
 from trl_steady.trl_bridge.generate_ahead import BatchesAhead, PendingRequest, build_request, respond_with
 from trl_steady.trl_bridge.vllm import first_reason
+from trl_steady.trl_bridge.vllm_seeds import FIRST_SEED
 
 _FILE = "ahead.pt"
 _OPTION = "async_generate=True"
@@ -138,11 +140,14 @@ class GenerateAhead(Feature):
                 "ahead. Let a subclass hand on the list that it gets."
             )
             return
-        next_rows = self._batches.next_rollout(position)
-        if next_rows is None:
+        following = self._batches.next_rollout(position)
+        if following is None:
             return
-        request = build_request(self.trainer, next_rows)
+        request = build_request(self.trainer, following.rows)
         if request:  # on the main process
+            first_seed = self.trainer.feature(RequestSeeds).first_seed_ahead(following.steps)
+            if first_seed is not None:
+                request[FIRST_SEED] = first_seed
             self._pending = PendingRequest(self.trainer.vllm_generation, request, self._version)
             self._pending.start()
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from transformers.trainer_utils import has_length
 
@@ -22,6 +22,15 @@ from trl_steady.core.state_file import read_state, write_state
 from trl_steady.trl_bridge.patching import patched
 from trl_steady.trl_bridge.trl_state import as_trl_trainer, generation_interval
 from trl_steady.trl_bridge.vllm import SteadyGeneration, VLLMClient
+
+
+class NextRollout(NamedTuple):
+    """The rollout after the one in progress."""
+
+    rows: list[Any]
+    """Its batch of this process."""
+    steps: int
+    """Optimizer steps from the one in progress to the one that it begins in."""
 
 
 class BatchesAhead(Iterator[list[Any]]):
@@ -62,8 +71,8 @@ class BatchesAhead(Iterator[list[Any]]):
                 return position
         return None
 
-    def next_rollout(self, position: int) -> list[Any] | None:
-        """Return the batch of the rollout after that of the batch at `position`; None if the epoch or run ends first.
+    def next_rollout(self, position: int) -> NextRollout | None:
+        """Return the rollout after that of the batch at `position`; None if the epoch or run ends first.
 
         The DataLoader reads the rows of a rollout again for each of its micro-batches, and TRL ignores them. They are
         not kept, because rows may have pictures.
@@ -71,7 +80,8 @@ class BatchesAhead(Iterator[list[Any]]):
         state, args = self._trainer.state, self._trainer.args
         interval = generation_interval(self._trainer)
         following = position + interval - as_trl_trainer(self._trainer)._step % interval
-        if state.global_step + following // args.gradient_accumulation_steps >= state.max_steps:
+        steps = following // args.gradient_accumulation_steps
+        if state.global_step + steps >= state.max_steps:
             return None
         rows = self._step_batches[position]
         read = len(self._step_batches)
@@ -81,8 +91,8 @@ class BatchesAhead(Iterator[list[Any]]):
                 return None
             self._ahead.append(batch if index == following else rows)
         if following < read:
-            return self._step_batches[following]
-        return self._ahead[following - read]
+            return NextRollout(self._step_batches[following], steps)
+        return NextRollout(self._ahead[following - read], steps)
 
 
 class _BeforeGeneration(BaseException):
@@ -124,8 +134,8 @@ def build_request(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[s
 class PendingRequest(threading.Thread):
     """A request that a thread sends to the server, for a policy of version number `version`.
 
-    It is a daemon, for which the interpreter does not wait at its end. But prompts that TRL's client sends one by one,
-    for images and kept tokens, are in a pool of threads, and the interpreter waits until all have a response.
+    It is a daemon, for which the interpreter does not wait at its end. But prompts that are sent one by one, for
+    seeds, images and kept tokens, are in a pool of threads, and the interpreter waits until all have a response.
     """
 
     def __init__(self, engine: SteadyGeneration, request: Mapping[str, Any], version: int) -> None:

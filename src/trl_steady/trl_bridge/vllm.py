@@ -28,6 +28,7 @@ from trl_steady.core.metrics import Clock
 from trl_steady.core.processes import own_rows
 from trl_steady.trl_bridge.patching import patched
 from trl_steady.trl_bridge.trl_state import TRAINER_MODULES
+from trl_steady.trl_bridge.vllm_seeds import FIRST_SEED, ask, client_for, engine_seed, with_seeds
 
 if TYPE_CHECKING:
     from trl.generation.vllm_client import VLLMClient
@@ -66,6 +67,8 @@ class SteadyGeneration(VLLMGeneration):
     """Returns the result of a request, which its first argument would send. It is set on the main process only."""
     before_sync: Callable[[], None] | None = None
     """Is called before other weights or another adapter are sent."""
+    first_seed: int | None = None
+    """Seed of the first completion of a call, with one more for each further one; None for vLLM's own draws."""
 
     def __init__(
         self,
@@ -147,9 +150,13 @@ class SteadyGeneration(VLLMGeneration):
             options.append(f"vllm_engine_kwargs={self._engine_kwargs!r}")
         llm_class = cast(Any, getattr(vllm_generation, "LLM", object))  # missing if vLLM is; TRL then raises an error
 
-        def build(**trl_arguments: object) -> Any:
+        def build(**trl_arguments: Any) -> Any:
+            own = dict(self._engine_kwargs)
+            if "seed" in own:
+                engines = self.accelerator.num_processes // self.tensor_parallel_size
+                own["seed"] = engine_seed(cast(int, own["seed"]), trl_arguments["seed"], engines)
             try:
-                llm = llm_class(**{**flags, **trl_arguments, **self._engine_kwargs})
+                llm = llm_class(**{**flags, **trl_arguments, **own})
             except (TypeError, ValueError) as error:
                 if not options:
                     raise
@@ -205,9 +212,9 @@ class SteadyGeneration(VLLMGeneration):
                 self._send_adapter(self.active_sync)
 
     def generate(self, prompts: list[Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
-        """Generate as TRL does, and store the extra data."""
+        """Generate as TRL does, with seeds, and store the extra data."""
         generate = functools.partial(super().generate, prompts, *arguments, **keywords)
-        if not self._extras and self.respond is None:
+        if not self._extras and self.respond is None and self.first_seed is None:
             return generate()
         if self.mode == "colocate":
             return self._generate_here(generate)
@@ -215,7 +222,10 @@ class SteadyGeneration(VLLMGeneration):
 
     def _generate_here(self, generate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         results: list[Any] = []
-        with patched(self.llm, {"generate": _recorded(self.llm.generate, results)}):  # TRL drops the extra data
+        generate_here = _recorded(self.llm.generate, results)  # TRL drops the extra data
+        if self.first_seed is not None:
+            generate_here = with_seeds(generate_here, self.first_seed)
+        with patched(self.llm, {"generate": generate_here}):
             result = generate()
         (outputs,) = results
         completions: list[object] = []
@@ -233,6 +243,8 @@ class SteadyGeneration(VLLMGeneration):
             respond = self.respond
 
             def answer(**request: Any) -> dict[str, Any]:
+                if self.first_seed is not None:
+                    request[FIRST_SEED] = self.first_seed
                 response = send(request) if respond is None else respond(send, request)
                 on_main[0] = response.extras
                 return response.output
@@ -258,15 +270,15 @@ class SteadyGeneration(VLLMGeneration):
 
     def send_request(self, client: VLLMClient, request: Mapping[str, Any]) -> GenerationResult:
         """Send a request with a client of TRL's, which does not change. A thread needs a client of its own."""
+        client = client_for(client, request)
         if not self._extras:
-            return GenerationResult(client.generate(**request), {})
+            return GenerationResult(ask(client, request), {})
         needs_tokens_endpoint = any(extra.needs_tokens_endpoint for extra in self._extras)
         if needs_tokens_endpoint and request.get("features") is None:
             request = {**request, "features": [None] * len(request["prompts"])}  # features select the endpoint
         responses: list[Any] = []
-        client = copy.copy(client)
         vars(client)["_post"] = _recorded(client._post, responses)  # the JSON, of which TRL's client drops the data
-        output = client.generate(**request)
+        output = ask(client, request)
         # responses may come in any order; their token lists are the same objects as in TRL's output
         choices: dict[int, dict[str, Any]] = {}
         for response in responses:
