@@ -47,6 +47,7 @@ def test_two_formats_are_one_line_and_one_warning_with_the_fix(
     lines, (warning,) = told(trainer, capsys)
     assert lines == ["trl-steady: engine bfloat16, trainer float32 (weights float32, no autocast)"]
     assert warning.startswith("the engine computes in bfloat16, and the trainer in float32 (weights float32, ")
+    assert "a mean k3 of 1e-3 nats per token, and float16 on both sides 3e-5" in warning
     # accelerate refuses fp16 on a CPU
     assert warning.endswith('(docs/corrections.md#one-number-format). Set vllm_engine_kwargs={"dtype": "float32"}.')
     left = json.loads((tmp_path / "checkpoint-8/steady.json").read_text())

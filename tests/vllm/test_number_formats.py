@@ -1,5 +1,6 @@
 """The number formats that a real engine and a real server say, beside those of the trainer."""
 
+import statistics
 import warnings
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,9 @@ def test_a_colocated_engine(
     assert ("formats-differ" in found) == is_told
     if is_told:
         assert caught[0].endswith('Set vllm_engine_kwargs={"dtype": "float32"}.')
-        kl = trainer.state.log_history[0]["mismatch/kl"]
-        assert kl > 0 and f"trainer float32, mismatch/kl {kl:.2g} " in found["formats-differ"].evidence
+        kl = statistics.median(row["mismatch/kl"] for row in trainer.state.log_history if "mismatch/kl" in row)
+        assert 1e-4 < kl < 1e-2  # of rounding to bfloat16
+        assert f"trainer float32, mismatch/kl {kl:.2g} " in found["formats-differ"].evidence
 
 
 def test_a_server(

@@ -22,8 +22,10 @@ _ADAPTER_LIMIT = 0.1
 
 Rounding in bf16 gives a mean k3 of 1e-3 to 2e-3, in a mixture of experts too. Other checkpoints give tenths or more.
 """
-COSTS = {"bfloat16": "1e-3", "float16": "3e-5"}
-"""Coarser format of engine and trainer -> mean k3 in nats per token, as figures/evidence/precision.json has it."""
+COSTS = {"bfloat16": "1e-3", "float16": "2e-5"}
+"""The coarser of two number formats -> mean k3 in nats per token, as docs/figures/evidence/precision.json has it."""
+COST_OF_FLOAT16 = "3e-5"
+"""Mean k3 if engine and trainer are in float16."""
 
 
 class EngineCheck(Feature):
@@ -166,11 +168,13 @@ def different_formats(engine: str, passes: Passes, mode: str, *, can_fp16: bool)
             fp16 = f"fp16=True with {' and '.join(beside)}"
         ways.append(fp16)
     ways.append(engine_setting.format(passes.dtype))
-    cost = COSTS.get(coarser(engine, passes.dtype), COSTS["bfloat16"])
+    coarse = coarser(engine, passes.dtype)
+    cost = f"a mean k3 of {COSTS.get(coarse, COSTS['bfloat16'])} nats per token"
+    if coarse == "bfloat16":
+        cost = f"{cost}, and float16 on both sides {COST_OF_FLOAT16}"
     return (
         f"the engine computes in {engine}, and the trainer in {passes.dtype} ({passes.about}). For SmolLM2-135M, this "
-        f"alone is a mean k3 of {cost} nats per token, and float16 on both sides {COSTS['float16']} "
-        f"(docs/corrections.md#one-number-format). Set {', or '.join(ways)}."
+        f"alone is {cost} (docs/corrections.md#one-number-format). Set {', or '.join(ways)}."
     )
 
 
