@@ -94,7 +94,9 @@ def history(
 ) -> History:
     """Return the history of a run with the usual settings. PPO's metric is left out, because groups need GRPO."""
     kept = [{key: value for key, value in row.items() if key not in without} for row in rows]
-    return History(kept, {"notes": [], "settings": {**SETTINGS, **run.pop("settings", {})}, **run})
+    formats = {"engine": "bfloat16", "trainer": "bfloat16", "about": "weights float32, autocast bfloat16"}
+    settings = {**SETTINGS, **run.pop("settings", {})}
+    return History(kept, {"notes": [], "settings": settings, "formats": formats, **run})
 
 
 def recorded(root: Path) -> dict[str, tuple[list[dict[str, float]], dict[str, Any]]]:

@@ -166,6 +166,9 @@ PLANTS = {
         0,
         "vllm_adapter_sync",
     ),
+    "formats-differ": Plant(
+        nothing, 0, 0, "fp16=True", {"formats": {"engine": "bfloat16", "trainer": "float32", "about": "no autocast"}}
+    ),
     "engine-falls-behind": Plant(
         from_start(mismatch__kl=0.3, mismatch__effective_sample_size=0.5, mismatch__above_2=0.05),
         option="weights",

@@ -1,6 +1,6 @@
-"""The engine check: compare a rollout's log-probs of the sampler with those of the policy."""
+"""The engine check: compare number formats, and a rollout's log-probs of the sampler with those of the policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from trl_steady.core.types import Rollout, Turn
 from trl_steady.functional import kl
 from trl_steady.trl_bridge.log_probs import policy_log_probs
 from trl_steady.trl_bridge.models import random_setting
+from trl_steady.trl_bridge.number_formats import Passes, coarser, engine_format, trainer_format
 from trl_steady.trl_bridge.vllm import record_log_probs
 
 _MOST = 10.0
@@ -21,16 +22,25 @@ _ADAPTER_LIMIT = 0.1
 
 Rounding in bf16 gives a mean k3 of 1e-3 to 2e-3, in a mixture of experts too. Other checkpoints give tenths or more.
 """
+COSTS = {"bfloat16": "1e-3", "float16": "2e-5"}
+"""The coarser of two number formats -> mean k3 in nats per token, as docs/figures/evidence/precision.json has it."""
+COST_OF_FLOAT16 = "3e-5"
+"""Mean k3 if engine and trainer are in float16."""
 
 
 class EngineCheck(Feature):
-    """Refuses an engine that serves another model than the policy, with `engine_check`.
+    """Prints the number formats of engine and trainer, and refuses an engine that serves another model.
 
-    An engine that gets an adapter alone has loaded the base itself. Each call of `train` compares the first rollout
-    that its engine generates, also after a resume.
+    An engine that gets an adapter alone has loaded the base itself. With `engine_check`, each call of `train` compares
+    the first rollout that its engine generates, also after a resume.
     """
 
     args: SharedOptions
+    formats: Mapping[str, str | None] | None = None
+    """"engine" and "trainer" -> number format, None if vLLM does not say it; "about" -> what decides the trainer's.
+
+    None without a vLLM engine, before a training, and on other processes than the main one.
+    """
     _is_due = False
 
     def on_init_end(self) -> None:
@@ -42,8 +52,24 @@ class EngineCheck(Feature):
             self._skip(f"the log-probs of the policy are without {' and '.join(args.uncorrected)}")
 
     def on_train_begin(self) -> None:
-        """Compare the next rollout of the training."""
+        """Compare the number formats now, and the next rollout of the training."""
         self._is_due = self._is_on
+        if self.trainer.use_vllm and self.trainer.accelerator.is_main_process:
+            self._compare_formats()
+
+    def _compare_formats(self) -> None:
+        """Print the number formats of engine and trainer, and warn if they differ."""
+        trainer = self.trainer
+        engine = engine_format(trainer.vllm_generation)
+        passes = trainer_format(trainer)
+        self.formats = {"engine": engine, "trainer": passes.dtype, "about": passes.about}
+        trainer.accelerator.print(
+            f"trl-steady: engine {engine or 'unknown'}, trainer {passes.dtype} ({passes.about})", flush=True
+        )
+        if engine is None or engine == passes.dtype:
+            return
+        can_fp16 = trainer.accelerator.device.type != "cpu"
+        self.warn(different_formats(engine, passes, trainer.vllm_mode, can_fp16=can_fp16))
 
     def on_rollout_begin(self, rollout: Rollout) -> None:
         """Decide if this rollout is compared."""
@@ -123,6 +149,33 @@ class EngineCheck(Feature):
                 f"engine_check={self.args.engine_check} has no effect because {why}. Change that, or set "
                 "engine_check=None."
             )
+
+
+def different_formats(engine: str, passes: Passes, mode: str, *, can_fp16: bool) -> str:
+    """Return a warning of two number formats: what they cost, and the settings that make them one."""
+    engine_setting = 'vllm_engine_kwargs={{"dtype": "{}"}}'
+    if mode == "server":
+        engine_setting = "--dtype {} for the server"
+    ways: list[str] = []
+    if can_fp16 and passes.dtype != "float16":
+        beside: list[str] = []
+        if passes.is_4bit:
+            beside.append('bnb_4bit_compute_dtype="float16"')
+        if engine != "float16":
+            beside.append(engine_setting.format("float16"))
+        fp16 = "fp16=True"
+        if beside:
+            fp16 = f"fp16=True with {' and '.join(beside)}"
+        ways.append(fp16)
+    ways.append(engine_setting.format(passes.dtype))
+    coarse = coarser(engine, passes.dtype)
+    cost = f"a mean k3 of {COSTS.get(coarse, COSTS['bfloat16'])} nats per token"
+    if coarse == "bfloat16":
+        cost = f"{cost}, and float16 on both sides {COST_OF_FLOAT16}"
+    return (
+        f"the engine computes in {engine}, and the trainer in {passes.dtype} ({passes.about}). For SmolLM2-135M, this "
+        f"alone is {cost} (docs/corrections.md#one-number-format). Set {', or '.join(ways)}."
+    )
 
 
 def disagreement(logps: Tensor, sampler_logps: Tensor, is_sampled: Tensor) -> Tensor:

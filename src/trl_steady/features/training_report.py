@@ -22,6 +22,7 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.core.devices import copy_async
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout
+from trl_steady.features.engine_check import EngineCheck
 from trl_steady.report.history import RUN_FILE, History
 from trl_steady.report.symptoms import diagnose, look, verdict
 from trl_steady.trl_bridge.models import text_tokenizer
@@ -196,6 +197,9 @@ class TrainingReport(Feature):
         for feature in self.trainer.features:
             notes += feature.notes
         run: dict[str, Any] = {"settings": settings, "notes": notes}
+        formats = self.trainer.feature(EngineCheck).formats
+        if formats is not None:
+            run["formats"] = dict(formats)
         if self._is_on:
             run["versions"] = {package: version(package) for package in _PACKAGES}
             run["answers"] = self._answers

@@ -25,6 +25,10 @@ def write(file: Path, name: str, history: History) -> None:
     versions = [f"{package} {number}" for package, number in history.run.get("versions", {}).items()]
     if versions:
         about = f"{about}. {', '.join(versions)}"
+    formats = history.run.get("formats")
+    if formats:
+        engine = formats.get("engine") or "of unknown dtype"
+        about = f"{about}. Engine {engine}, trainer {formats.get('trainer')} ({formats.get('about')})"
     missing_title = f"Not looked for, because the log lacks a metric: {len(missing)}"
     sections = [
         f"<h1>{_text(name)}</h1><p class=soft>{_text(about)}</p>",

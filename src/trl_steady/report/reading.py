@@ -3,9 +3,10 @@
 import csv
 import io
 import json
+import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -20,7 +21,8 @@ STDIN = "-"
 _STATE = "trainer_state.json"
 _LOGS = ("*.log", "*.txt", "*.out", "*.jsonl")
 _LARGEST = 500_000_000  # bytes of a log that nobody has named
-_OF_RUN = {"settings": dict, "notes": list, "versions": dict, "answers": list}  # of steady.json
+_OF_RUN = {"settings": dict, "notes": list, "formats": dict, "versions": dict, "answers": list}  # of steady.json
+_FORMATS = "trl-steady: engine"  # the beginning of the line that `EngineCheck` prints
 _LIVE = 600.0  # seconds since a file was written, within which its run may go on
 
 
@@ -182,7 +184,27 @@ def _read_bytes(stream: IO[bytes], name: str, file: Path | None) -> Reading:
             return _read_rows(csv_records(text), name)
         except csv.Error as error:
             raise ValueError(f"{name} is no log of a run: its CSV is damaged ({error}).") from None
-    return _read_rows(records(text), name)  # a carriage return, as bars have it, ends a line too
+    return _read_lines(text, name)  # a carriage return, as bars have it, ends a line too
+
+
+def _read_lines(lines: Iterable[str], name: str) -> Reading:
+    """Read the output of a run, also the number formats that `EngineCheck` prints."""
+    formats: dict[str, str | None] = {}
+    found = _read_rows(records(_noting_formats(lines, formats)), name)
+    if not formats:
+        return found
+    return found._replace(run={**found.run, "formats": formats})
+
+
+def _noting_formats(lines: Iterable[str], formats: dict[str, str | None]) -> Iterator[str]:
+    """Yield the lines. Put number formats that they name into `formats`."""
+    for line in lines:
+        if _FORMATS in line:
+            match = re.search(rf"{_FORMATS} (\w+), trainer (\w+) \((.+)\)", line)
+            if match is not None:
+                engine = None if match[1] == "unknown" else match[1]
+                formats.update(engine=engine, trainer=match[2], about=match[3])
+        yield line
 
 
 def _read_json(text: IO[str], name: str, file: Path | None) -> Reading:
@@ -196,7 +218,7 @@ def _read_json(text: IO[str], name: str, file: Path | None) -> Reading:
             return _read_rows(row_records(map(_parsed, lines)), name)
         if '"log_history"' in content[-200_000:] or '"log_history"' in content[:200_000]:
             raise ValueError(f"{name} is no log of a run: it is cut off or damaged ({error}).") from None
-        return _read_rows(records(lines), name)
+        return _read_lines(lines, name)
     except RecursionError:
         raise ValueError(f"{name} is no log of a run: its JSON is nested too deeply.") from None
     if isinstance(data, Mapping):

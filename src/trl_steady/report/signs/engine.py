@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from trl_steady.report.history import History
 from trl_steady.report.signs.common import Found, beyond, exceeds
 from trl_steady.report.statistics import blocks
@@ -12,6 +14,8 @@ _KL = "mismatch/kl"
 _DIFFERENCE = "sampling/sampling_logp_difference/mean"
 _ADAPTER_LIMIT = 0.1
 """The value that the default of `engine_check` counts as where vLLM gets the adapter alone."""
+_KL_OF_FORMATS = 0.01
+"""Nats per token: five times what rounding to bf16 gives (docs/figures/evidence/precision.json)."""
 # ESS is about 1 / (1 + 2 kl). 0.9 is a kl of 0.055, 37 times that of the R3 paper's mixture of experts. There, the run
 # that collapsed had 10 % above 2. A mean difference of 0.1 puts a tenth of the ratios outside 0.8 to 1.2.
 _DISAGREES: Sequence[Mapping[str, Any]] = (
@@ -36,6 +40,32 @@ def engine_other_policy(history: History) -> Found | None:
     return found
 
 
+def formats_differ(history: History) -> Found | None:
+    """Find an engine that computes in another number format than the trainer.
+
+    Raises KeyError if it is not known in which they compute.
+    """
+    engine, trainer = _formats(history)
+    if not engine or not trainer:
+        raise KeyError("number formats of engine and trainer")
+    if engine == trainer:
+        return None
+    evidence = f"engine {engine}, trainer {trainer}"
+    is_more = False
+    values = history.finite_values(_KL)
+    if len(values):
+        kl = float(np.median(values))
+        evidence = f"{evidence}, {_KL} {kl:.2g} {_NATS}"
+        is_more = kl > _KL_OF_FORMATS
+    return Found(0, "", evidence, {"more_than_formats": is_more, "trainer_float16": trainer == "float16"})
+
+
+def _formats(history: History) -> tuple[str, str]:
+    """Return the number formats of engine and trainer, "" where they are not known."""
+    formats = history.run.get("formats", {})
+    return formats.get("engine") or "", formats.get("trainer") or ""
+
+
 def engine_falls_behind(history: History) -> Found | None:
     """Find an engine that agrees with the trainer at first, and not later."""
     found = _disagreement(history)
@@ -49,7 +79,9 @@ def engine_differs(history: History) -> Found | None:
     found = _disagreement(history)
     if found is None or found.since > _first_step(history, found.metric):
         return None
-    return found
+    engine, trainer = _formats(history)
+    one_format = bool(engine) and engine == trainer
+    return found._replace(facts={"one_format": one_format, "one_bfloat16": one_format and engine == "bfloat16"})
 
 
 def _disagreement(history: History) -> Found | None:
