@@ -3,9 +3,9 @@
 import numpy as np
 
 from trl_steady.report.history import History
-from trl_steady.report.signs.common import Found, lasts, median_gap, never_a_number, not_numbers
+from trl_steady.report.signs.common import Found, lasts, mean_of, median_gap, never_a_number, not_numbers
 from trl_steady.report.signs.reward import is_solved
-from trl_steady.report.statistics import blocks, chance_of
+from trl_steady.report.statistics import blocks, chance_of, stretch
 
 
 def not_a_number(history: History) -> Found | None:
@@ -50,6 +50,18 @@ def metric_nan(history: History) -> Found | None:
         if found is not None:
             return found
     return None
+
+
+def gradient_huge(history: History) -> Found | None:
+    """Find a gradient norm above 10,000 in nearly all updates since a step."""
+    steps, values = mean_of(history, "grad_norm")
+    # advantages are about 1; the usual norm of the recorded and public logs is at most 138
+    is_finite = values < 1e29  # blocks have 1e30 for infinity, and the scaler of fp16 skips such a step
+    where = stretch(values[is_finite] > 1e4, least=2)
+    if where is None:
+        return None
+    usual = float(np.median(values[is_finite][where]))
+    return Found(int(steps[is_finite][where.start]), "grad_norm", f"{usual:.3g}, above 10,000")
 
 
 def gradient_spikes(history: History) -> Found | None:
