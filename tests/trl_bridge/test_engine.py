@@ -167,7 +167,7 @@ def test_an_engines_log_probs_decide_masks_and_correct_the_kl(
         assert any(0 < row[f"dropped/{mask}"] < 1 for row in tiny.history(masked)[:-1]), mask
 
 
-FREE = {"max_num_batched_tokens", "max_num_seqs", "quantization"}
+FREE = {"max_num_batched_tokens", "max_num_seqs", "quantization", "seed"}
 """Arguments that TRL gives to a colocated engine, and that a user may give in their place."""
 
 

@@ -20,7 +20,7 @@ NOT_OF_A_ROLLOUT = """
 engines and memory: cache_implementation ds3_gather_for_generation transformers_continuous_batching_config
     vllm_model_impl vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_server_base_url
     vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_engine_kwargs engine_check
-    async_generate
+    async_generate vllm_request_seeds
 rounding only: pad_to_multiple_of trim_padding token_budget skip_zero_weight skip_old_pass
 data and model: model_init_kwargs trust_remote_code shuffle_dataset num_generations_eval
 read in every update: epsilon epsilon_high delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos
