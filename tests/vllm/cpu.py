@@ -29,13 +29,14 @@ def take_weights() -> None:
             if parameter is None or not hasattr(self, "packed"):
                 yield from load(self, [(name, tensor)])
             else:
-                getattr(self, parameter).data.copy_(cpu_prepack_moe_weight(_padded(parameter, tensor), "vec"))
+                own = getattr(self, parameter).data
+                own.copy_(cpu_prepack_moe_weight(_padded(parameter, tensor).to(own.dtype), self.packed))
                 yield parameter
 
     def marked(process: Callable[..., None]) -> Callable[..., None]:
         def processed(self: Any, layer: Any) -> None:
             process(self, layer)
-            layer.packed = True
+            layer.packed = self.isa  # by the instructions of this CPU: "vec", "amx"
 
         return processed
 

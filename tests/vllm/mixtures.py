@@ -54,7 +54,7 @@ def agreement(model: nn.Module, ids: list[int], routes: Tensor) -> Tensor:
         hook.remove()
     best = torch.stack(scores, dim=1)[:-1].topk(natural.size(-1) + 1).values
     is_close = best[..., -2] - best[..., -1] < 1e-5
-    assert is_close.float().mean() < 0.01
+    assert is_close.float().mean() < 0.1  # few, so that agreement shows something
     return (routes[: len(natural)].long().sort(-1).values == natural).all(-1) | is_close
 
 

@@ -46,6 +46,9 @@ def train(model: Path, output: Path, kill_after: int | None, resume: bool, optio
     """Train in this process."""
     import vllm
 
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # of an engine in the process that started this one
+        os.environ.pop(name, None)
+
     def engine(**asked: Any) -> Any:
         of_cpu = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "num_gpu_blocks_override": 64}
         # vLLM on CPU cannot sample with seeds when a prompt comes in pieces

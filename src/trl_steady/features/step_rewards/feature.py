@@ -162,7 +162,7 @@ class StepRewardsFeature(Feature):
         # (N, S) weighted sums over the reward functions, and the ends of the steps
         table = tabulate(completions, self._returned.rewards, trainer.reward_weights, cover=cover)
         scale = trainer.scale_rewards
-        if scale == "mean":  # `Advantages` divides
+        if scale == "mean":  # `Advantages` divides by the mean afterwards
             scale = "none"
         step_advantages = _FORMULAS[formula](table.rewards, group_size=rollout.group_rewards.size(1), scale=scale)
         own = own_rows(trainer.accelerator, len(mask))
