@@ -46,7 +46,8 @@ def train(model: Path, output: Path, kill_after: int | None, resume: bool, optio
     """Train in this process."""
     import vllm
 
-    for name in ("MASTER_ADDR", "MASTER_PORT"):  # of an engine in the process that started this one
+    # of an engine in the process that started this one
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
 
     def engine(**asked: Any) -> Any:
