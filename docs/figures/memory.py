@@ -9,11 +9,13 @@ formulas. `--write` puts the table and the range of the comparison into the page
 import argparse
 import gc
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from page_tables import show
 
 from trl_steady.functional.memory import ADAM, NF4, RANK, Model, passes
 
@@ -195,12 +197,6 @@ def agreement(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def replaced(page: str, name: str, text: str) -> str:
-    """Return the page with the text between the markers of this name."""
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{text}\n{end}", page, flags=re.DOTALL)
-
-
 def main() -> None:
     """Print the tables, and write them into the page if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -215,12 +211,7 @@ def main() -> None:
         print(recorded)
         if options.write:
             RECORDED.write_text(recorded)
-    page = PAGE.read_text()
-    for name, text in found.items():
-        print(f"{name}\n\n{text}\n")
-        page = replaced(page, name, text)
-    if options.write:
-        PAGE.write_text(page)
+    show(found, PAGE, write=options.write)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,12 @@ TEXT = " ".join(PAGE.split())
 
 
 @pytest.fixture(scope="module")
+def tables() -> Iterator[Any]:
+    with figure("page_tables", draws=False) as script:
+        yield script
+
+
+@pytest.fixture(scope="module")
 def precision() -> Iterator[Any]:
     with figure("evidence/precision", draws=False) as script:
         yield script
@@ -31,12 +37,12 @@ def recorded(precision: Any) -> dict[str, dict[tuple[str, str], dict[str, float]
     return {case: {(row["engine"], row["trainer"]): row for row in rows} for case, rows in found.items()}
 
 
-def test_the_page_shows_the_recorded_tables(precision: Any, recorded: Any) -> None:
+def test_the_page_shows_the_recorded_tables(precision: Any, recorded: Any, tables: Any) -> None:
     for case, cases in precision.CASES.items():
         assert [*recorded[case]] == [(engine, each.name) for engine, trainers in cases.items() for each in trainers]
     page = PAGE
     for name, table in precision.tables(json.loads(precision.RECORDED.read_text())).items():
-        page = precision.replaced(page, name, table)
+        page = tables.replaced(page, name, table)
         assert table in PAGE
     assert page == PAGE, "run `python docs/figures/evidence/precision.py --write`"
 

@@ -144,7 +144,7 @@ def test_bf16_is_advised_only_in_place_of_fp16(
     [(18, {"fp16": True}, False), (19, {"fp16": True}, True), (3, {}, True), (2, {}, False)],
 )
 def test_the_steps_that_find_the_loss_scale_are_no_symptom(count: int, settings: Row, is_found: bool) -> None:
-    """Of 300 steps, 16 halve the scale from 65536 to 1, and 1 % may be left out beside them."""
+    """The scale falls from 65536 to 1 in 16 of 300 steps. One in a hundred may be left out beside them."""
     logged = rows(300, lambda done, random: {"reward": reward(done, random)})
     places = range(14, 300, 15)[:count] if settings else range(300 - count, 300)
     for place in places:

@@ -102,11 +102,11 @@ class Engine:
         self.scored: Callable[[list[int], list[int]], list[float]] = lambda _, ids: [-5.0] * len(ids)
         """Log-probs of a completion behind a prompt."""
         self.is_silent = False
-        """Whether it has no word of routes and sets, as a version that knows of none."""
+        """True if it has no word of routes and sets, as a version that knows of none."""
         self.obeys_seeds = False
-        """Whether the seed of a completion decides it, in place of the number of those before it."""
+        """True if its seed decides a completion, in place of the number of those before it."""
         self.seeds: list[list[int | None]] = []
-        """Of the completions of each call, in order."""
+        """The seeds of the completions of each call, in order."""
         self.adapters: list[Any] | None = None
         """Requests for adapters; None if a colocated engine takes none."""
         self._asked: Counter[tuple[int, ...]] = Counter()

@@ -19,7 +19,9 @@ def figure(name: str, *, draws: bool = True) -> Iterator[Any]:
     spec = importlib.util.spec_from_file_location(f"figure_{name}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    paths = [*sys.path]  # a script adds the folder of what it imports
     sys.modules[spec.name] = module  # where dataclasses look for their module
     spec.loader.exec_module(module)
     yield module
     sys.modules.pop(spec.name, None)
+    sys.path[:] = paths

@@ -26,6 +26,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from page_tables import show
+
 from trl_steady.features.adapters.precision import keep_gradients_on_cpu
 from trl_steady.functional import kl
 
@@ -48,7 +51,7 @@ class Trainer(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the tables call it."""
+        """The name of the formats in the tables."""
         parts = [f"{self.weights} weights"]
         if self.computed:
             parts = [f"`bnb_4bit_compute_dtype` {self.computed}"]
@@ -298,12 +301,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.2g} %"
 
 
-def replaced(page: str, name: str, text: str) -> str:
-    """Return the page with the text between the markers of this name."""
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{text}\n{end}", page, flags=re.DOTALL)
-
-
 def main() -> None:
     """Print the tables, after measuring them and before writing them if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -316,12 +313,7 @@ def main() -> None:
         for case, rows in measure(options.measure or [*CASES]):
             found[case] = rows
             RECORDED.write_text(json.dumps(found, indent=1) + "\n")
-    page = PAGE.read_text()
-    for name, text in tables(found).items():
-        print(f"{name}\n\n{text}\n")
-        page = replaced(page, name, text)
-    if options.write:
-        PAGE.write_text(page)
+    show(tables(found), PAGE, write=options.write)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ class Passes(NamedTuple):
     dtype: str
     """The format that rounds most: of autocast, or else of the weights; and of the products with 4-bit weights."""
     about: str
-    """What decides it, such as "weights float32, autocast bfloat16"."""
+    """The settings that decide it, such as "weights float32, autocast bfloat16"."""
     is_4bit: bool = False
     """True if weights are 4-bit, so that `bnb_4bit_compute_dtype` counts too."""
 

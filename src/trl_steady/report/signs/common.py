@@ -95,9 +95,9 @@ def _may_be_chance(history: History, is_beyond: np.ndarray, where: slice) -> boo
     others = len(is_beyond) - len(is_beyond[where])
     beyond = int(is_beyond.sum() - is_beyond[where].sum())
     usual = (beyond + 1) / (others + 2)
-    if (
-        not history.is_over
-    ):  # many looks, and few others at the first: a level at the limit is beyond it in half of the logs
+    if not history.is_over:
+        # A run that trains is looked at often, with few other logs at first. A level at the limit exceeds it in half
+        # of the logs.
         usual = max(usual, 0.5)
     return chance_of(is_beyond[where], usual) * len(is_beyond) > 0.01
 
