@@ -51,7 +51,7 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Sampler:
-    """A `rollout_func` that samples with a copy of the policy, taken `lag` rollouts ago and rounded.
+    """A `rollout_func` that samples with a copy of the policy: taken `lag` rollouts ago, rounded, in a number format.
 
     Matrices of linear layers are rounded; embeddings, the head and norms are not, as in engines. The log-probs it
     returns are those of the distribution it sampled from.
@@ -59,10 +59,12 @@ class Sampler:
     Args:
         rounding: A key of `ROUNDINGS`.
         lag: Age of the copy in rollouts. Before that many rollouts, it is the policy that the run began with.
+        dtype: The number format of the copy's weights and passes, as `dtype` of vLLM.
     """
 
-    def __init__(self, rounding: str = "none", lag: int = 0) -> None:
+    def __init__(self, rounding: str = "none", lag: int = 0, dtype: str = "float32") -> None:
         self.rounding, self.past = ROUNDINGS[rounding], deque[dict[str, Tensor]](maxlen=lag + 1)
+        self.dtype: torch.dtype = getattr(torch, dtype)
         self.model: PreTrainedModel | None = None
 
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -70,7 +72,8 @@ class Sampler:
         self.past.append({name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()})
         if self.model is None:  # a deepcopy would share the forward that TRL has patched
             config = copy.deepcopy(trainer.model.config)
-            self.model = AutoModelForCausalLM.from_config(config).to(trainer.model.device).eval()
+            copied: Any = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+            self.model = copied.to(trainer.model.device).eval()
         self.model.load_state_dict(self.past[0])
         with torch.no_grad():
             for name, module in self.model.named_modules():

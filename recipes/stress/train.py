@@ -17,7 +17,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import run, small_model
+from common import half, run, small_model
 from common import task as larger
 from moe.digits import Digits
 from moe.probe import Probe
@@ -112,6 +112,8 @@ class Stressed(GRPOTrainer):
     the completions were made, where TRL reads it to compute the correction.
     """
 
+    vllm_generation = None  # features ask TRL's engine how it gets the weights
+
     def __init__(self, arm: Arm, *arguments: Any, **keywords: Any) -> None:
         self.arm, self.sampler = arm, None if arm.sampler is None else Sampler(**arm.sampler)
         self.apart: list[dict[str, float]] = []
@@ -179,11 +181,12 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
     """
     began, task = time.monotonic(), task_of(arm, folder)
     problems, held_out = task.split(measured["held_out"])
-    with TemporaryDirectory() as output:
+    with TemporaryDirectory() as output, half.fp16_on_cpu():
         model, tokenizer = task.load(Path(output), quantised=False)
         model.generation_config.eos_token_id = [*tokenizer.encode(task.STOP), tokenizer.eos_token_id]
         _move(model, arm.away)
-        args = GRPOConfig(output_dir=output, seed=seed, **arm.options)
+        is_cpu = not torch.cuda.is_available()  # transformers refuses bf16 on a CPU that the script does not name
+        args = GRPOConfig(output_dir=output, seed=seed, use_cpu=is_cpu, **arm.options)
         rows = [{"prompt": task.prompt(problem), "problem": list(problem)} for problem in problems]
         trainer = Stressed(
             *(arm, model, task.reward, args, Dataset.from_list(rows)),

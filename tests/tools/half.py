@@ -1,4 +1,4 @@
-"""fp16 on a CPU. accelerate leaves it out there without a word, although torch has its autocast and loss scaler."""
+"""fp16 on a CPU, with scalers whose first scale and growth a test chooses."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from accelerate import Accelerator
+from recipes.common.half import SCALE, fp16_on_cpu
 from torch.amp.grad_scaler import GradScaler
 
 from trl_steady.features.critic import optimizer
@@ -15,22 +15,13 @@ from trl_steady.features.reward_model.feature import RewardModel
 
 
 @contextmanager
-def allowed(scale: float = 65536.0, growth_interval: int = 2000, own_scale: float | None = None) -> Generator[None]:
+def allowed(scale: float = SCALE, growth_interval: int = 2000, own_scale: float | None = None) -> Generator[None]:
     """Let trainers with `fp16=True` use autocast and a loss scaler on a CPU.
 
     `scale` and `growth_interval` are those of each scaler. `own_scale` is that of a critic's or a reward model's.
     """
-    own = Accelerator.__init__
-    at_first = partial(GradScaler, growth_interval=growth_interval)
-
-    def init(accelerator: Any, *arguments: Any, **keywords: Any) -> None:
-        own(accelerator, *arguments, **keywords)
-        if accelerator.mixed_precision == "fp16":
-            accelerator.native_amp = True
-            accelerator.scaler = at_first("cpu", init_scale=scale)
-
-    of_heads = partial(at_first, init_scale=own_scale or scale)
-    with patch.object(Accelerator, "__init__", init), patch.object(optimizer, "GradScaler", of_heads):
+    of_heads = partial(GradScaler, init_scale=own_scale or scale, growth_interval=growth_interval)
+    with fp16_on_cpu(scale, growth_interval), patch.object(optimizer, "GradScaler", of_heads):
         yield
 
 
