@@ -6,7 +6,9 @@ from typing import Any
 from unittest.mock import patch
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 SCALE = 65536.0  # accelerate's first loss scale
 
@@ -25,7 +27,9 @@ def fp16_on_cpu(scale: float = SCALE, growth_interval: int = 2000) -> Generator[
         own(accelerator, *arguments, **keywords)
         if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
             accelerator.native_amp = True
-            accelerator.scaler = GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
+            is_sharded = accelerator.distributed_type == DistributedType.FSDP
+            kind = ShardedGradScaler if is_sharded else GradScaler  # accelerate's choice
+            accelerator.scaler = kind("cpu", init_scale=scale, growth_interval=growth_interval)
 
     with patch.object(Accelerator, "__init__", init):
         yield

@@ -96,10 +96,15 @@ def options(engine: str, *, saves_shards: bool = False, stays_whole: bool = Fals
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process' part of a tensor."""
+    """Return a copy of this process' part of a tensor."""
+    return part(tensor).clone()
+
+
+def part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process' part of a tensor, which shares its memory."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    return getattr(tensor, "ds_tensor", tensor).detach().clone()
+    return getattr(tensor, "ds_tensor", tensor).detach()
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
