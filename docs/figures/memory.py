@@ -113,7 +113,9 @@ Hidden and inner size differ in all but "mixture", and the size of the queries d
 """
 
 
-def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple[float, float]:
+def measured(
+    model: Model, mode: str, tokens: int, checkpointing: bool, **options: dict[str, Any]
+) -> tuple[float, float]:
     """Train two steps of two micro-batches on CPU. Return the bytes of all states and the peak, as allocated."""
     sys.path.insert(0, str(PAGE.parents[1]))
     import torch
@@ -156,6 +158,7 @@ def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple
             report_to="none",
             save_strategy="no",
             model_init_kwargs=loading,
+            **options,
         )
         peft_config = None if mode == "full" else LoraConfig(r=RANK, target_modules=targets)
         data = Dataset.from_dict({"prompt": ["a"] * 16})

@@ -17,7 +17,7 @@ from tests.cli.tools import IMPORTS, Launched, Scripts
 from tests.tools import tiny
 from tests.tools.script import figure
 from trl_steady.cli import main as cli
-from trl_steady.cli.dry_run import _sizes, dry_run, memory
+from trl_steady.cli.dry_run import _sizes, dry_run, host_memory, memory
 from trl_steady.functional import memory as formulas
 
 scripts = own_scripts.scripts
@@ -214,6 +214,47 @@ def test_a_head_is_copied_in_float32_on_a_gpu_before_torch_2_8(
         found.append(memory(trainer)["micro-batch of 32 tokens"])
         assert found[-1] == peak(formulas.passes(sizes, "LoRA", 32, copies_head=copies))
     assert found[0] > found[1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mode", ["LoRA", "full"])
+def test_offload_moves_inputs_of_layers_from_a_gpu_to_the_host(
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+) -> None:
+    monkeypatch.setattr(formulas, "VOCAB_TILE", 64)
+    given: list[dict[str, Any]] = [
+        {},
+        {"every_n_layers": 2},
+        {"every_n_layers": 2, "offload": True},
+        {"offload": True},
+    ]
+    options: dict[str, Any] = {"lora": mode == "LoRA", "max_steps": 1}
+    trainers = [tiny.trainer(models["dense"], tmp_path, gradient_checkpointing_kwargs=own, **options) for own in given]
+    sizes = _sizes(trainers[0].model)
+    assert sizes is not None
+    on_cpu = peak(formulas.passes(sizes, mode, 32, every_n_layers=2, on_cpu=True))
+    assert memory(trainers[2])["micro-batch of 32 tokens"] == on_cpu
+    with dry_run(step=False), pytest.raises(SystemExit):
+        trainers[2].train()
+    assert "    offload saves nothing here: the device is the host\n" in capsys.readouterr().out
+
+    monkeypatch.setattr(type(trainers[0].args), "device", torch.device("cuda"))
+    every, some, moved, _ = (memory(trainer)["micro-batch of 32 tokens"] for trainer in trainers)
+    assert every == peak(formulas.passes(sizes, mode, 32))
+    assert some == peak(formulas.passes(sizes, mode, 32, every_n_layers=2))
+    of_input = 32 * 16 * {"LoRA": 2, "full": 4}[mode]  # tokens, hidden size, bytes of bf16 or float32
+    # of two layers, the first is computed again; before an adapter, its input also stays on the device
+    assert some - moved == {"LoRA": 0, "full": of_input}[mode]
+    assert [host_memory(trainer) for trainer in trainers] == [0, 0, of_input, 2 * of_input]
+    with dry_run(step=False), pytest.raises(SystemExit):
+        trainers[2].train()
+    assert f"    offload keeps {of_input / 1e9:.3g} GB in the host's memory in addition\n" in capsys.readouterr().out
+    trainers[2].args.gradient_checkpointing = False
+    assert host_memory(trainers[2]) == 0
 
 
 def test_a_model_whose_layers_differ_has_no_micro_batch(models: dict[str, Path], tmp_path: Path) -> None:

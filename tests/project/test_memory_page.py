@@ -13,6 +13,7 @@ import trl.trainer.utils
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from tests.tools import host
 from tests.tools.cases import cases
 from tests.tools.script import figure
 from trl_steady.functional import memory as formulas
@@ -94,3 +95,34 @@ def test_a_run_of_gemma_takes_what_is_computed(memory: Any, monkeypatch: pytest.
     passes = memory.peak(model, "QLoRA", 1024, on_cpu=True) - computed
     assert abs(computed / resident - 1) < 0.001
     assert abs(passes / (total - resident) - 1) < 0.05
+
+
+@pytest.mark.filterwarnings("ignore:a step of learning_rate:UserWarning")
+@pytest.mark.parametrize(
+    ("mode", "given"),
+    cases(
+        [
+            ("LoRA", {"every_n_layers": 2, "offload": True}),
+            ("LoRA", {"every_n_layers": 2}),
+            ("LoRA", {"every_n_layers": 3}),
+            ("full", {"every_n_layers": 2}),
+            ("full", {"every_n_layers": 2, "offload": True}),
+        ],
+        fast=1,
+    ),
+)
+def test_a_run_takes_what_is_computed_of_some_layers(
+    memory: Any, mode: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three layers, backward computes the first and the last again, or the first only."""
+    monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 64)
+    monkeypatch.setattr(formulas, "VOCAB_TILE", 64)
+    taken = host.give(monkeypatch)
+    model = memory.Model(256, 3, 4, 2, 512, head_dim=64, vocab=512)
+    resident, total = memory.measured(model, mode, 512, True, gradient_checkpointing_kwargs=given)
+    states = memory.states(model, mode)
+    computed = sum(states[part] for part in ("weights", "adapter", "gradients", "optimizer"))
+    passes = memory.of_passes(model, mode, 512, on_cpu=True, **given)
+    assert abs(computed / resident - 1) < 0.001
+    assert abs(passes / (total - resident) - 1) < 0.05
+    assert taken.most == given.get("offload", False) * formulas.on_host(model, mode, 512, every_n_layers=2)

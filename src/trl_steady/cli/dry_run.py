@@ -20,7 +20,7 @@ from transformers.trainer_utils import has_length
 
 from trl_steady.cli.earlier_stages import EarlierStages
 from trl_steady.config.shared import SharedOptions
-from trl_steady.functional.memory import ADAM, Model, passes
+from trl_steady.functional.memory import ADAM, Model, on_host, passes
 from trl_steady.trainers.base import SteadyTrainer
 
 IS_ON = False
@@ -188,6 +188,11 @@ def _lines(trainer: SteadyTrainer) -> Generator[str]:
     yield f"  memory of a device, by arithmetic and without prompts: {total / 1e9:.3g} GB = {listed}"
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         yield "    FSDP and DeepSpeed divide what they shard among the processes"
+    held = host_memory(trainer)
+    if held and args.device.type == "cpu":
+        yield "    offload saves nothing here: the device is the host"
+    elif held:
+        yield f"    offload keeps {held / 1e9:.3g} GB in the host's memory in addition"
     if args.use_vllm and args.vllm_mode == "colocate":
         yield f"    vLLM takes {args.vllm_gpu_memory_utilization:.0%} of the device in addition"
 
@@ -235,13 +240,16 @@ def memory(trainer: SteadyTrainer) -> dict[str, float]:
             mode = "LoRA"
             if is_quantised and not has_wide_adapter:  # float32 adapters take as much on a quantised base
                 mode = "QLoRA"
-        tokens = args.per_device_train_batch_size * (args.max_completion_length or 0)
+        tokens = _tokens(args)
         device = args.device.type
+        checkpointing = _checkpointing(args)
+        if device == "cpu":  # which is the host
+            checkpointing["offload"] = False
         of_passes = functools.partial(
             passes,
             sizes,
             tokens=tokens,
-            checkpointing=args.gradient_checkpointing,
+            **checkpointing,
             on_cpu=device == "cpu",
             copies_head=device != "cuda" or Version(torch.__version__) < Version("2.8"),
         )
@@ -252,6 +260,34 @@ def memory(trainer: SteadyTrainer) -> dict[str, float]:
             totals.append(_peak(of_passes(mode=mode, critic=True)))
         parts[f"micro-batch of {tokens} tokens"] = round(max(totals))
     return {**parts}
+
+
+def host_memory(trainer: SteadyTrainer) -> int:
+    """Return the bytes of the micro-batch of `memory` that `offload` keeps in the host's memory."""
+    args: SharedOptions = trainer.args
+    checkpointing = _checkpointing(args)
+    sizes = _sizes(trainer.model)
+    if sizes is None or not checkpointing["offload"]:
+        return 0
+    mode = "full"
+    if getattr(trainer.model, "peft_config", {}):
+        mode = "LoRA"
+    return on_host(sizes, mode, _tokens(args), every_n_layers=checkpointing["every_n_layers"])
+
+
+def _checkpointing(args: SharedOptions) -> dict[str, Any]:
+    """Return the settings of gradient checkpointing, by their names in `passes`."""
+    given = cast("dict[str, Any]", args.gradient_checkpointing_kwargs or {})
+    return {
+        "checkpointing": args.gradient_checkpointing,
+        "every_n_layers": given.get("every_n_layers", 1),
+        "offload": args.gradient_checkpointing and given.get("offload", False),
+    }
+
+
+def _tokens(args: SharedOptions) -> int:
+    """Return the tokens of a micro-batch of the longest completions."""
+    return args.per_device_train_batch_size * (args.max_completion_length or 0)
 
 
 def _peak(moments: dict[str, float]) -> float:

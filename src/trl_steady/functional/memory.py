@@ -1,5 +1,6 @@
 """Memory of a micro-batch, by arithmetic. `docs/memory.md` compares it with measured runs."""
 
+import math
 from typing import NamedTuple
 
 RANK = 16
@@ -70,6 +71,8 @@ def passes(
     tokens: int,
     *,
     checkpointing: bool = True,
+    every_n_layers: int = 1,
+    offload: bool = False,
     on_cpu: bool = False,
     copies_head: bool | None = None,
     critic: bool = False,
@@ -80,7 +83,9 @@ def passes(
         model: The sizes.
         mode: "full" (float32 under autocast), "LoRA" (a float32 adapter on a bf16 base) or "QLoRA".
         tokens: Those of all sequences together.
-        checkpointing: True if backward computes each layer again.
+        checkpointing: True if backward computes layers again.
+        every_n_layers: With checkpointing, backward computes the first of each group of so many layers again.
+        offload: With checkpointing, the inputs of these layers wait for backward in another memory.
         on_cpu: True if the LM head runs without Triton.
         copies_head: True if TRL multiplies with a float32 copy of the head, as on CPU and with torch below 2.8. None:
             as `on_cpu`.
@@ -90,7 +95,7 @@ def passes(
     full = mode == "full"
     wide = full and critic
     copies_inputs = mode == "LoRA" and not critic  # PEFT copies the inputs of a float32 adapter in float32
-    residual = 4 if full else 2  # autocast leaves the hidden states in the dtype of the embedding
+    residual = _residual(mode)
     query = model.heads * model.head_dim
     key = model.kv_heads * model.head_dim
     inner = model.chosen * model.intermediate
@@ -120,13 +125,24 @@ def passes(
     if full:
         cast = 0 if wide else 2 * model.linear  # autocast keeps a bf16 copy of each trained float32 weight
         layer = saved + (cast / model.layers + max(gradients, trained))
-    kept = model.layers * tokens * model.hidden * residual
     if full and model.tied and not critic:
         layer += 4 * model.table  # the gradient of the head, which waits for that of the embedding
-    if not checkpointing:
-        kept = kept + cast + model.layers * saved
-        layer = layer - saved - cast / model.layers
-        cast = 0
+    of_input = tokens * model.hidden * residual
+    of_whole = saved + cast / model.layers  # beside its input, of a layer that backward does not compute again
+    again = 0
+    if checkpointing:
+        again = math.ceil(model.layers / every_n_layers)
+    kept = model.layers * of_input + (model.layers - again) * of_whole
+    if checkpointing and offload:
+        kept -= again * of_input
+        if not full:  # the first one is the output of a frozen embedding: a leaf of the graph, which stays
+            kept += of_input
+    # the last layer decides the peak: its backward comes first, when all others are still kept
+    if not checkpointing or (model.layers - 1) % every_n_layers:
+        layer -= of_whole
+    elif offload:
+        layer += of_input
+    cast *= again / model.layers
     end, head = _of_head(
         model, tokens, full=full, on_cpu=on_cpu, copies=on_cpu if copies_head is None else copies_head
     )
@@ -134,6 +150,21 @@ def passes(
         end = 4 * tokens * model.hidden  # the head's input in float32
         head = 3 * end
     return {"kept": kept, "end of forward": cast + end, "head backward": head, "layer backward": layer}
+
+
+def on_host(model: Model, mode: str, tokens: int, *, every_n_layers: int = 1) -> int:
+    """Return the bytes that `offload` keeps in the host's memory until backward. The arguments are those of `passes`.
+
+    They are the inputs of the layers that backward computes again.
+    """
+    return math.ceil(model.layers / every_n_layers) * tokens * model.hidden * _residual(mode)
+
+
+def _residual(mode: str) -> int:
+    """Return the bytes of an entry of a hidden state. Autocast leaves it in the dtype of the embedding."""
+    if mode == "full":
+        return 4
+    return 2
 
 
 def _saved_for_attention(model: Model, query: int, key: int, *, full: bool, wide: bool, copies_inputs: bool) -> int:

@@ -4,7 +4,7 @@ This file knows PEFT, accelerate and FSDP2.
 """
 
 import functools
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, cast
@@ -27,11 +27,13 @@ from transformers import (
 
 from trl_steady.core.feature import Trainer
 from trl_steady.core.types import Scorer
-from trl_steady.trl_bridge.patching import patched
+from trl_steady.trl_bridge.patching import patched, replace
 
 # names of adapters on one model; TRL takes the second as the reference
 POLICY_ADAPTER, REFERENCE_ADAPTER = "default", "ref"
 REWARD_ADAPTER, VALUE_ADAPTER = "reward", "value"
+
+_OF_TRANSFORMERS = ("every_n_layers", "offload")  # of `gradient_checkpointing_kwargs`; the others are torch's
 
 
 def bare(trainer: Trainer, model: torch.nn.Module | Scorer) -> PreTrainedModel:
@@ -61,6 +63,35 @@ def compiles(trainer: Trainer) -> bool:
     """Return True if the model goes through torch.compile."""
     dynamo = trainer.accelerator.state.dynamo_plugin
     return trainer.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO)
+
+
+def enable_checkpointing(
+    enable: Callable[..., None], gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
+) -> None:
+    """Call a model's `gradient_checkpointing_enable`, as transformers' trainer does when it is built.
+
+    Options of transformers become arguments. The model would hand them to torch with the rest of the dictionary.
+    """
+    of_torch = dict(gradient_checkpointing_kwargs or {})
+    for name in _OF_TRANSFORMERS:
+        if name in of_torch:
+            options[name] = of_torch.pop(name)
+    if not torch.accelerator.is_available():
+        options.pop("offload", None)  # the host has the tensors already, and torch for CPU cannot pin memory
+    enable(of_torch or None, **options)
+
+
+def keep_checkpointing_options(model: PreTrainedModel, args: Any) -> None:
+    """Let a model keep transformers' options when TRL switches gradient checkpointing off and on again.
+
+    TRL does that around each generation and each scoring, and gives the model the whole dictionary.
+    """
+    given: Mapping[str, Any] = args.gradient_checkpointing_kwargs or {}
+    if not args.gradient_checkpointing or given.keys().isdisjoint(_OF_TRANSFORMERS):
+        return
+    enable = functools.partial(enable_checkpointing, model.gradient_checkpointing_enable)
+    replace(model, {"gradient_checkpointing_enable": enable})
+    enable(given)  # a resume may train before the first rollout
 
 
 def keep_random_state() -> AbstractContextManager[None]:

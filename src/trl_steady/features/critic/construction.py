@@ -23,7 +23,14 @@ from trl_steady.features.critic.saved import (
     to_saved_adapter,
 )
 from trl_steady.trl_bridge import models
-from trl_steady.trl_bridge.models import VALUE_ADAPTER, drop_adapter, is_lora_parameter, keep_base, keep_parameters
+from trl_steady.trl_bridge.models import (
+    VALUE_ADAPTER,
+    drop_adapter,
+    enable_checkpointing,
+    is_lora_parameter,
+    keep_base,
+    keep_parameters,
+)
 
 _TRAIN_AN_ADAPTER = "train with a peft_config, with which it is an adapter on the policy's base"
 
@@ -222,7 +229,7 @@ def build_whole_model(
             module.p = 0.0
     model.to(trainer.accelerator.device)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        enable_checkpointing(model.gradient_checkpointing_enable, args.gradient_checkpointing_kwargs)
     return ScalarHeadModel(model, head, None)
 
 
