@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from page_tables import show
 
-from trl_steady.functional.memory import ADAM, NF4, RANK, Model, passes
+from trl_steady.functional.memory import ADAM, NF4, RANK, Model, on_host, passes
 
 PAGE = Path(__file__).parents[1] / "memory.md"
 RECORDED = Path(__file__).with_suffix(".json")
@@ -51,13 +51,13 @@ def states(model: Model, mode: str) -> dict[str, float]:
     }
 
 
-def of_passes(model: Model, mode: str, tokens: int, **setting: bool) -> float:
+def of_passes(model: Model, mode: str, tokens: int, **setting: Any) -> float:
     """Return the bytes of a micro-batch: tensors kept for backward, and the highest of the three moments."""
     kept, *moments = passes(model, mode, tokens, **setting).values()
     return kept + max(moments)
 
 
-def peak(model: Model, mode: str, tokens: int, **setting: bool) -> float:
+def peak(model: Model, mode: str, tokens: int, **setting: Any) -> float:
     """Return the bytes of a run: its states and a micro-batch."""
     resident = states(model, mode)
     own = sum(resident[name] for name in ("weights", "adapter", "gradients", "optimizer"))
@@ -93,6 +93,25 @@ def totals() -> str:
             rows.append([f"{name}, {mode}", *runs, *added])
     contexts = [f"{tokens:,} tokens" for tokens in CONTEXTS]
     return rendered(["model, training", *contexts, "add for a reference", "add for a critic"], rows)
+
+
+def of_checkpointing() -> str:
+    """Return the computed table of gradient checkpointing's settings."""
+    model, mode = QWEN3["8B"], "LoRA"
+    settings: list[tuple[str, dict[str, Any]]] = [
+        ("`gradient_checkpointing=False`", {"checkpointing": False}),
+        ('`{"every_n_layers": 4}`', {"every_n_layers": 4}),
+        ('`{"every_n_layers": 2}`', {"every_n_layers": 2}),
+        ("none (the default)", {}),
+        ('`{"offload": True}`', {"offload": True}),
+    ]
+    rows: list[list[str]] = []
+    for name, setting in settings:
+        runs = [gigabytes(peak(model, mode, tokens, **setting)) for tokens in CONTEXTS]
+        held = on_host(model, mode, CONTEXTS[-1]) * setting.get("offload", False)
+        rows.append([name, *runs, gigabytes(held)])
+    contexts = [f"{tokens:,} tokens" for tokens in CONTEXTS]
+    return rendered(["`gradient_checkpointing_kwargs`", *contexts, f"host, {contexts[-1]}"], rows)
 
 
 NAMES = [
@@ -206,7 +225,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="replace what docs/memory.md shows")
     parser.add_argument("--measure", action="store_true", help="train small models and compare")
     options = parser.parse_args()
-    found = {"totals": totals()}
+    found = {"totals": totals(), "checkpointing": of_checkpointing()}
     if options.measure:
         rows = comparison()
         found["measured"] = agreement(rows)

@@ -1,5 +1,6 @@
 """The memory of layers that backward computes again, against the tensors that graphs of six families hold."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -68,8 +69,9 @@ def test_a_graph_holds_what_is_computed(family: str, monkeypatch: pytest.MonkeyP
 
     whole, none_whole = held(model, None), held(model, {})
     if FAMILIES[family]._attn_implementation != "eager":  # which holds the weights of attention too
-        # a mask of Gemma's windows lets transformers repeat keys and values for all heads
-        assert whole - none_whole == pytest.approx(kept(checkpointing=False) - kept(), rel=0.06)
+        # the formula leaves out 5.4 % of Gemma3's layer, and at most 1.9 % of the others'
+        tolerance = 0.06 if family == "Gemma3" else 0.02
+        assert kept(checkpointing=False) - kept() == pytest.approx(whole - none_whole, rel=tolerance)
     of_whole = kept(checkpointing=False) - kept()
     for every in (1, 2, 3, 4, 7):
         some = held(model, {"every_n_layers": every})
@@ -104,11 +106,14 @@ def test_as_many_inputs_are_elsewhere_at_the_peak(
 
     found: list[float] = []
     computed: list[float] = []
+    gc.disable()
     for offload in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=every, offload=offload)
         step()  # gradients are there from now on
+        gc.collect()  # memory of before would be freed, and subtracted, in the step
         found.append(peak_bytes(step)[1] / (4 * weights.numel()))
         moments = passes(sizes, mode, TOKENS, every_n_layers=every, offload=offload)
         of_input = on_host(sizes._replace(layers=1), mode, TOKENS)
         computed.append((moments["kept"] + moments["layer backward"]) / of_input)
+    gc.enable()
     assert found[0] - found[1] == pytest.approx(computed[0] - computed[1], abs=1e-9)

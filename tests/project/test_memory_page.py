@@ -33,9 +33,11 @@ def memory() -> Iterator[Any]:
         yield script
 
 
-def test_the_page_shows_the_computed_table(memory: Any, tables: Any) -> None:
+def test_the_page_shows_the_computed_tables(memory: Any, tables: Any) -> None:
     page = (DOCS / "memory.md").read_text()
-    assert tables.replaced(page, "totals", memory.totals()) == page, "run `python docs/figures/memory.py --write`"
+    for name, table in (("totals", memory.totals()), ("checkpointing", memory.of_checkpointing())):
+        assert f"<!-- {name} -->" in page
+        assert tables.replaced(page, name, table) == page, "run `python docs/figures/memory.py --write`"
 
 
 def test_the_page_quotes_the_measured_runs(memory: Any) -> None:

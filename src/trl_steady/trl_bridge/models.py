@@ -68,7 +68,7 @@ def compiles(trainer: Trainer) -> bool:
 def enable_checkpointing(
     enable: Callable[..., None], gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> None:
-    """Call a model's `gradient_checkpointing_enable`, as transformers' trainer does when it is built.
+    """Call a model's `gradient_checkpointing_enable`, as transformers' trainer does when a training begins.
 
     Options of transformers become arguments. The model would hand them to torch with the rest of the dictionary.
     """
@@ -90,8 +90,7 @@ def keep_checkpointing_options(model: PreTrainedModel, args: Any) -> None:
     if not args.gradient_checkpointing or given.keys().isdisjoint(_OF_TRANSFORMERS):
         return
     enable = functools.partial(enable_checkpointing, model.gradient_checkpointing_enable)
-    replace(model, {"gradient_checkpointing_enable": enable})
-    enable(given)  # a resume may train before the first rollout
+    replace(model, {"gradient_checkpointing_enable": enable})  # which transformers calls when a training begins
 
 
 def keep_random_state() -> AbstractContextManager[None]:
