@@ -62,7 +62,12 @@ def hours(options: Any, args: Any, parameters: int) -> float:
 def test_memory_and_time_are_those_of_the_arithmetic(recipes: Any, name: str, more: dict[str, Any]) -> None:
     options, args = recipe.parse(recipes, name, **more)
     model, parameters = build(options, args)
-    fields = ("per_device_train_batch_size", "max_completion_length", "gradient_checkpointing")
+    fields = (
+        "per_device_train_batch_size",
+        "max_completion_length",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+    )
     on_gpu = SimpleNamespace(**{field: getattr(args, field) for field in fields}, device=torch.device("cuda"))
     trainer: Any = SimpleNamespace(model=model, ref_model=None, reward_funcs=[], args=on_gpu)
     gigabytes = f"{sum(memory(trainer).values()) / 1e9:.3g} GB"
