@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trl_steady.features.reference.callback import ReferenceRefreshCallback
     from trl_steady.features.reward_model.callback import RewardModelRefreshCallback
     from trl_steady.features.reward_model.reward_function import RewardAdapter
-    from trl_steady.rewards import StepRewards
+    from trl_steady.rewards import GroupReward, StepRewards
     from trl_steady.trainers.grpo import GRPOTrainer
     from trl_steady.trainers.ppo import PPOTrainer
     from trl_steady.trainers.rloo import RLOOTrainer
@@ -32,6 +32,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
 __all__ = [
     "GRPOConfig",
     "GRPOTrainer",
+    "GroupReward",
     "PPOConfig",
     "PPOTrainer",
     "RLOOConfig",
@@ -45,6 +46,7 @@ __all__ = [
 _MODULES = {
     "GRPOConfig": "config.grpo",
     "GRPOTrainer": "trainers.grpo",
+    "GroupReward": "rewards",
     "PPOConfig": "config.ppo",
     "PPOTrainer": "trainers.ppo",
     "RLOOConfig": "config.rloo",

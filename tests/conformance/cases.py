@@ -9,11 +9,12 @@ from typing import Any
 
 from datasets import Dataset
 
+from tests.features.group_rewards.tools import by_rank
 from tests.features.reward_model.tools import is_right
 from tests.tools import tiny
 from tests.tools.nonfinite import poison_gradients
 from tests.trainers.tools import by_prompt, by_steps
-from trl_steady import RewardAdapter, RewardModelRefreshCallback
+from trl_steady import GroupReward, RewardAdapter, RewardModelRefreshCallback
 from trl_steady.losses import LOSSES
 
 MIXTURE: dict[str, Any] = {"model": "moe", "lora": True, "router_aux_loss_coef": 0.0}
@@ -69,6 +70,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "process": {"loss_type": "gspo_token", "build": {"reward_funcs": by_steps}},
         "return_to_go": {"step_advantage": "return_to_go", "build": {"reward_funcs": by_steps}},
     },
+    "group_rewards": {"ranked": {"build": {"reward_funcs": GroupReward(by_rank)}}},
     "advantages": {
         "MaxRL": {"scale_rewards": "mean"},
         "advantage_baseline": {"advantage_baseline": "token"},

@@ -24,7 +24,7 @@ class PPOTrainer(GRPOTrainer):
     Args:
         model: As in TRL.
         reward_funcs: As in TRL. For a completion, a function may also return `StepRewards`: each reward goes to the
-            last token of its step.
+            last token of its step. A `GroupReward` gets all completions of a prompt at once.
         args: A `trl_steady.PPOConfig`.
         *positional: TRL's other arguments, in TRL's order.
         value_model: Without PEFT, the critic: a model for sequence classification with one label, or its path. None: a

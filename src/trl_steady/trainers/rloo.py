@@ -22,7 +22,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):  # pyright: ignore[reportInco
 
     Args:
         model: As in TRL.
-        reward_funcs: As in TRL. `StepRewards` are refused: RLOO has one advantage per sequence.
+        reward_funcs: As in TRL, or a `GroupReward`. `StepRewards` are refused: RLOO has one advantage per sequence.
         args: A `trl_steady.RLOOConfig`.
         *positional: TRL's other arguments, in TRL's order.
         **keywords: TRL's other arguments, by name.

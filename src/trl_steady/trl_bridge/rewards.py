@@ -3,7 +3,9 @@
 This file knows TRL's method for rewards, and how its advantages compare those of a group.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -124,3 +126,20 @@ def group_size(trainer: Trainer) -> int:
     if trainer.model.training:
         return trainer.num_generations
     return as_trl_trainer(trainer).num_generations_eval
+
+
+def run_async(trainer: Trainer, coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines at once, and wait for all.
+
+    They run on the loop of TRL's async reward functions, which may have the same clients. TRL starts none without such
+    functions.
+    """
+    trl_trainer = as_trl_trainer(trainer)
+    if not hasattr(trl_trainer, "async_loop"):
+        trl_trainer.async_loop = asyncio.new_event_loop()
+        threading.Thread(target=trl_trainer.async_loop.run_forever, daemon=True, name="trl-steady-rewards").start()
+
+    async def run_all() -> None:
+        await asyncio.gather(*coroutines)
+
+    asyncio.run_coroutine_threadsafe(run_all(), trl_trainer.async_loop).result()
