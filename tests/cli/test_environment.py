@@ -91,17 +91,19 @@ UNPADDED = "padding-free passes (the default)"
 )
 def test_a_method_is_on_where_its_option_is(options: dict[str, Any], on: list[str], tmp_path: Path) -> None:
     args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, **{"trim_padding": False, **options})
-    trainer = SimpleNamespace(args=args, skips_old_pass=False, reward_model=None, retrains_reward_model=False)
+    off = {"skips_old_pass": False, "judges_groups": False, "reward_model": None, "retrains_reward_model": False}
+    trainer = SimpleNamespace(args=args, **off)
     found = sorted(method.name for method in METHODS if method.is_on(trainer))
     assert len(found) == len(on) and all(map(str.startswith, found, sorted(on)))
 
 
 def test_methods_that_only_a_trainer_knows_are_on_where_it_has_them(tmp_path: Path) -> None:
     args = tiny.arguments(trl_steady.RLOOConfig, tmp_path, trim_padding=False)
-    trainer = SimpleNamespace(args=args, skips_old_pass=True, reward_model=object(), retrains_reward_model=True)
+    on = {"skips_old_pass": True, "judges_groups": True, "reward_model": object(), "retrains_reward_model": True}
+    trainer = SimpleNamespace(args=args, **on)
     found = [method.name for method in METHODS if method.is_on(trainer)]
-    retrained = "reward model retrained before the reference moves"
-    assert found == ["reward model on the policy's base", retrained, "no pass of the old policy"]
+    models = ["reward model on the policy's base", "reward model retrained before the reference moves"]
+    assert found == ["completions of a prompt judged together", *models, "no pass of the old policy"]
 
 
 def test_methods_act_where_overrides_are_looked_for() -> None:

@@ -30,6 +30,7 @@ FEATURES = {
     "KL corrections": "`kl_estimator`, `kl_ratio_denominator`",
     "masks": "`off_policy_mask_threshold`, `geometric_mask_range`, `token_veto_threshold`",
     "step rewards": "`StepRewards`",
+    "group rewards": "`GroupReward`",
     "moving reference, full": "`sync_ref_model`, full fine-tuning",
     "moving reference, LoRA": "`sync_ref_model`, LoRA",
     "moving reference, quantised base": "`sync_ref_model`, LoRA (NF4 base)",

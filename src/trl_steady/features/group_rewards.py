@@ -77,11 +77,10 @@ class GroupRewards(Feature):
     """
 
     args: SharedOptions
-    _judged_for: object = None
 
     def __init__(self, trainer: Trainer, args: SharedOptions) -> None:
         super().__init__(trainer, args)
-        self._judged: dict[GroupReward, list[Any]] = {}  # rewards of the completions `_judged_for`
+        self._judged: dict[GroupReward, list[Any]] = {}  # rewards that TRL has not asked for yet
 
     @property
     def functions(self) -> list[GroupReward]:
@@ -98,16 +97,14 @@ class GroupRewards(Feature):
         finally:
             for function in functions:
                 function.judge = None
-            self._judged_for = None
+            self._judged = {}
 
     def _rewards(
         self, functions: Sequence[GroupReward], function: GroupReward, arguments: Mapping[str, Any]
     ) -> list[Any]:
         """Return the rewards (n,) of one function. TRL calls one after the other; the first call judges for all."""
-        completions = arguments["completions"]
-        if completions is not self._judged_for or function not in self._judged:
+        if function not in self._judged:
             self._judged = self._judge(functions, arguments)
-            self._judged_for = completions
         return self._judged.pop(function)
 
     def _judge(self, functions: Sequence[GroupReward], arguments: Mapping[str, Any]) -> dict[GroupReward, list[Any]]:

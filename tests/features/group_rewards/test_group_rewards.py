@@ -54,11 +54,13 @@ def test_an_evaluation_has_groups_of_its_own_size(models: dict[str, Path], tmp_p
 def test_async_functions_wait_for_all_groups_at_once(models: dict[str, Path], tmp_path: Path) -> None:
     """Each call returns only after those of all groups and both functions have begun."""
     barriers: list[asyncio.Barrier] = []
+    calls: list[Any] = []
 
     async def first(completion_ids: Any, **_: Any) -> list[float]:
+        calls.append(completion_ids)
         if not barriers:
             barriers.append(asyncio.Barrier(8))
-        await asyncio.wait_for(barriers[0].wait(), 20)
+        await asyncio.wait_for(barriers[0].wait(), 5)
         return ranks(completion_ids)
 
     class Second:
@@ -70,8 +72,10 @@ def test_async_functions_wait_for_all_groups_at_once(models: dict[str, Path], tm
 
     for others in ([], [plain]):
         barriers.clear()
+        calls.clear()
         functions = [GroupReward(first), GroupReward(Second()), *others]
         trainer = tiny.train(build(models["dense"], tmp_path, functions, max_steps=1))
+        assert len(calls) == 8
         (kept,) = trainer.kept
         expected = [reward for start in range(0, 16, 4) for reward in ranks(kept.ids[start : start + 4])]
         assert [row[:2] for row in kept.rewards] == [[reward, 2 * reward] for reward in expected]
