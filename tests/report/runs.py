@@ -38,6 +38,7 @@ def healthy(seed: int, steps: int = 400) -> list[dict[str, float]]:
     The first update of each rollout has a ratio of 1. Only that row has the metrics of the rollout, as in TRL's log.
     """
     random = np.random.default_rng(seed)
+    judge = np.random.default_rng(seed + 1000)
 
     def noisy(value: float, spread: float) -> float:
         return float(value * np.exp(spread * random.standard_normal()))
@@ -85,7 +86,8 @@ def healthy(seed: int, steps: int = 400) -> list[dict[str, float]]:
         row["time/update"] = 3.0
         rows.append(row)
         if i % 40 == 39:
-            rows.append({"step": i + 1, "eval_reward": share(level - 0.05, 200)})
+            right = float(judge.binomial(200, level - 0.05)) / 200
+            rows.append({"step": i + 1, "eval_reward": share(level - 0.05, 200), "eval_accuracy": right})
     return rows
 
 

@@ -85,6 +85,15 @@ def unmoved(rows: list[Row]) -> None:
         row["ref/refreshes"] = 0.0
 
 
+def exploited(rows: list[Row]) -> None:
+    """Of 200 answers in each evaluation, fewer and fewer are right from START on, while the reward rises."""
+    random = np.random.default_rng(3)
+    for row in rows:
+        if row["step"] % 10 == 0:
+            level = 0.7 - 0.4 * max(late(row), 0.0)
+            row["eval_accuracy"] = float(random.binomial(200, level)) / 200
+
+
 def silent(rows: list[Row]) -> None:
     for row in rows:
         row["rewards/format/mean"] = math.nan
@@ -199,6 +208,7 @@ PLANTS = {
         "loss_type",
         without=STILL,
     ),
+    "evaluation-falls": Plant(exploited, START, 60, "reward function"),
     "held-out-falls": Plant(
         from_start(eval_reward=lambda row: 0.75 - 0.5 * late(row)), START, 2 * 40, "load_best_model_at_end"
     ),

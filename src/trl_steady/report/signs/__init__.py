@@ -7,12 +7,12 @@ It raises KeyError if the log lacks a metric or a setting that it needs.
 from collections.abc import Callable
 from types import ModuleType
 
-from trl_steady.report.signs import common, engine, flat, gradient, groups, length, policy, reward, setup
+from trl_steady.report.signs import common, engine, evaluation, flat, gradient, groups, length, policy, reward, setup
 from trl_steady.report.signs.common import Found
 
 __all__ = ["Found", "function"]
 
-_MODULES: tuple[ModuleType, ...] = (common, reward, groups, flat, policy, length, gradient, engine, setup)
+_MODULES: tuple[ModuleType, ...] = (common, reward, evaluation, groups, flat, policy, length, gradient, engine, setup)
 
 
 def function(name: str) -> Callable[..., Found | None]:

@@ -1,0 +1,47 @@
+"""Signs in the metrics of evaluations, which no reward touches."""
+
+from collections.abc import Sequence
+from typing import cast
+
+from trl_steady.report.history import History
+from trl_steady.report.signs.common import Found, parted
+from trl_steady.report.signs.reward import SURE_DIP, SURE_FALL, is_share
+from trl_steady.report.statistics import HEALTHY_TREND, blocks, deepest_fall, trend
+
+_BETTER_LOW = ("error", "wrong", "fail", "miss", "penal", "repet", "toxic", "refus", "viol", "cut", "hack", "length")
+"""Words in the names of metrics of which less is better, or that are neither good nor bad."""
+_LEAST_LOSS = 0.1
+"""Share of a metric's level below which a fall is none."""
+
+
+def evaluation_falls(history: History) -> Found | None:
+    """Find a share of good completions in evaluations that falls while the reward rises: the reward is exploited.
+
+    Of 400 runs with a rising reward and a metric without a trend, of 8 to 40 evaluations, at most one showed it.
+    """
+    sure = SURE_FALL if history.is_over else SURE_DIP
+    keys = _metrics(history)
+    if trend(blocks(history, "reward").values) <= HEALTHY_TREND:
+        return None
+    for key in keys:
+        values = history[key].finite.values
+        found = parted(history, ["reward"], [key])
+        fall = deepest_fall(values)
+        if found is None or fall is None or not is_share(values):
+            continue
+        if fall.z >= sure and fall.low <= (1 - _LEAST_LOSS) * fall.high:
+            return found
+    return None
+
+
+def _metrics(history: History) -> list[str]:
+    """Return the keys of the evaluation metrics of which more is better. Raises KeyError if there is none."""
+    names = cast(Sequence[str], history.settings.get("eval_metrics") or ["accuracy"])
+    keys: list[str] = []
+    for key in sorted(history.keys):
+        is_metric = key.startswith("eval_") and any(key.endswith(f"_{name}") for name in names)
+        if is_metric and not any(word in key for word in _BETTER_LOW):
+            keys.append(key)
+    if not keys:
+        raise KeyError("eval_accuracy")
+    return keys

@@ -1,0 +1,60 @@
+"""The sign of an evaluation metric that falls while the reward rises, and what it must not be taken for."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trl_steady.report.history import History
+from trl_steady.report.symptoms import look
+
+
+def run(key: str = "eval_accuracy", *, seed: int = 0, to: float = 0.2, answers: int = 100, **more: Any) -> History:
+    """Return 200 steps with 20 evaluations, in which the share of right answers goes from 0.6 to `to`."""
+    rises, is_over = more.pop("rises", 0.6), more.pop("is_over", True)
+    random = np.random.default_rng(seed)
+    rows: list[dict[str, float]] = []
+    for step in range(1, 201):
+        rows.append({"step": step, "reward": 0.2 + rises * step / 200 + 0.03 * random.standard_normal()})
+        if step % 10 == 0:
+            share = 0.6 + (to - 0.6) * step / 200
+            rows.append({"step": step, key: random.binomial(answers, share) / answers})
+    return History(rows, {"notes": [], "settings": more}, is_over=is_over)
+
+
+def is_found(history: History) -> bool:
+    return "evaluation-falls" in look(history)[0]
+
+
+@pytest.mark.parametrize("key", ["eval_accuracy", "eval_hard_accuracy"])
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_falling_share_is_found_by_its_usual_name(key: str, is_over: bool) -> None:
+    history = run(key, is_over=is_over)
+    finding = look(history)[0]["evaluation-falls"]
+    assert finding.metric == key and not finding.cause and finding.since <= 60
+    assert "metric_for_best_model" in finding.advice
+
+
+def test_the_names_of_metrics_are_those_of_the_settings() -> None:
+    assert is_found(run("eval_solved", eval_metrics=["solved"]))
+    assert is_found(run("eval_hard_solved", eval_metrics=["solved"]))
+    assert look(run("eval_solved"))[1]["evaluation-falls"] == "eval_accuracy"  # unknown, so not looked for
+
+
+@pytest.mark.parametrize("name", ["error_rate", "wrong_format", "refusals", "repetition"])
+def test_metrics_of_which_less_is_better_may_fall(name: str) -> None:
+    assert not is_found(run(f"eval_{name}", eval_metrics=[name]))
+
+
+def test_a_reward_that_does_not_rise_is_not_exploited() -> None:
+    assert not is_found(run(rises=0.0))
+
+
+def test_noise_is_no_fall() -> None:
+    for seed in range(40):
+        assert not is_found(run(seed=seed, to=0.6, answers=32))
+
+
+def test_a_small_fall_is_none() -> None:
+    """Of many answers, it is sure; but 4 % of the level are not what an exploited reward costs."""
+    assert not is_found(run(to=0.576, answers=1_000_000))
