@@ -63,7 +63,9 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
     off = "async_generate dynamic_sampling keep_sampling_mask log_line ref_model_sync_reset_optimizer"
     off += " router_replay_reference share_prompts skip_zero_weight training_report"
     unset = "adapter_dtype beta_column geometric_mask_range ref_model_sync_kl router_replay skip_old_pass token_budget"
-    unset += " token_veto_threshold vllm_adapter_sync vllm_engine_kwargs vllm_request_seeds"
+    unset += (
+        " eval_generation eval_metrics token_veto_threshold vllm_adapter_sync vllm_engine_kwargs vllm_request_seeds"
+    )
     added = {**dict.fromkeys(off.split(), False), **dict.fromkeys(unset.split())}
     added |= {"kl_estimator": "k3", "kl_ratio_denominator": "old", "off_policy_mask_level": "sequence"}
     added |= {

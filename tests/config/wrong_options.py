@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 INF, NAN = float("inf"), float("nan")
 
 INVALID: dict[str, list[Any]] = {
@@ -38,6 +40,11 @@ INVALID: dict[str, list[Any]] = {
     "vllm_request_seeds": ["yes", 2],
     "vllm_engine_kwargs": ["fp8", "{'quantization': 'fp8'}", ["fp8"], True],
     "engine_check": [0.0],
+    "eval_metrics": [0.5, [1.0], {0.5}, torch.nn.Linear(1, 1)],
+    "eval_generation": [
+        *({"temperature": -1.0}, {"max_tokens": 8}, {"top_p": 1.5}, {"greedy": 1}, {"max_completion_length": 0}),
+        *("greedy", [], '{"greedy": "yes"}', True),
+    ],
     "skip_nonfinite_steps": [0, 1.5, "3", True],
     "async_generate": ["server", None],
     "dynamic_sampling": ["zero_std"],

@@ -23,6 +23,11 @@ BY_ROW = tiny.dataset(32).add_column("strength", [0.0, 2.0, 0.5, 1.0] * 8)
 PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1}
 
 
+def length(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Judge completions in evaluations."""
+    return [float(len(ids)) for ids in completion_ids]
+
+
 def retrain(trainer: Any) -> None:
     """Let the trainer retrain its reward model before the reference moves."""
     trainer.add_callback(RewardModelRefreshCallback(trainer, label_fn=is_right, learning_rate=1e-2, epochs=1))
@@ -75,6 +80,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "MaxRL": {"scale_rewards": "mean"},
         "advantage_baseline": {"advantage_baseline": "token"},
         "own": {"then": shorten},
+    },
+    "evaluations": {
+        "greedy": {
+            **{"eval_metrics": [length], "eval_generation": {"greedy": True}, "num_generations_eval": 1},
+            **{"eval_strategy": "steps", "eval_steps": 1, "build": {"eval_dataset": tiny.dataset(4)}},
+        }
     },
     "reference": {
         "full": MOVING,

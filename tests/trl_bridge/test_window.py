@@ -31,6 +31,7 @@ moves of the reference, between windows: sync_ref_model ref_model_mixup_alpha re
     ref_model_sync_reset_optimizer
 logs: log_completions log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo
     training_report log_line
+evaluations: eval_metrics eval_generation
 other names of options of a rollout: generation_batch_size use_transformers_paged vllm_importance_sampling_cap
 """
 # transformers knows of no rollout, but these of its options cut or compute one

@@ -55,7 +55,7 @@ class GRPOConfig(SharedOptions, _TRLConfig):
 
     METHOD = "GRPO"
     TRL_NUMBERS = (*SharedOptions.TRL_NUMBERS, "off_policy_mask_threshold", "delta")
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*_TRLConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*_TRLConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs", "eval_generation"]
     loss_type: Annotated[str, _LOSS] = option(
         _TRLConfig.loss_type,
         'One of TRL\'s losses, or one of five more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '

@@ -13,6 +13,8 @@ from functools import cache
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+import torch
+
 _T = TypeVar("_T")
 
 
@@ -67,6 +69,28 @@ def _is_engine_arguments(value: Any) -> bool:
     return value.startswith("{") and json.loads(value) is not None  # as transformers reads it into an option
 
 
+def _are_functions(value: Any) -> bool:
+    if callable(value) or isinstance(value, str):
+        value = [value]
+    for member in value:
+        is_function = callable(member) and not isinstance(member, torch.nn.Module)
+        if not is_function and not isinstance(member, str):
+            return False
+    return True
+
+
+def _is_sampling(value: Any) -> bool:
+    if isinstance(value, str):  # as transformers reads it
+        value = json.loads(value)
+    for name, setting in value.items():
+        if name == "greedy":
+            if not isinstance(setting, bool):
+                return False
+        elif not _has(_SAMPLING[name], setting):
+            return False
+    return True
+
+
 COUNT = Range(lambda value: value >= 1 and value == int(value), "1, 2, 3, ...", {"minimum": 1})
 COUNT_OR_0 = Range(lambda value: value >= 0 and value == int(value), "0, 1, 2, ...", {"minimum": 0})
 ROUNDS = Range(lambda value: value >= 2 and value == int(value), "2, 3, 4, ...", {"minimum": 2})
@@ -87,6 +111,18 @@ FILTERS = Range(
     _is_filter,
     "'zero_std', 'reward_variance', (low, high) with low < high, or a function that is not inside another one",
     {"type": ["string", "array"], "pattern": "^(zero_std|reward_variance)$", "minItems": 2, "maxItems": 2},
+)
+METRICS = Range(_are_functions, "functions, or their import paths")
+_SAMPLING = {
+    "temperature": NOT_NEGATIVE,
+    "top_p": SHARE,
+    "top_k": COUNT_OR_0,
+    "min_p": SHARE,
+    "repetition_penalty": POSITIVE,
+    "max_completion_length": COUNT,
+}
+SAMPLING = Range(
+    _is_sampling, f"a dict with valid values of some of {', '.join(_SAMPLING)} and greedy", {"pattern": r"^\{"}
 )
 ENGINE_ARGUMENTS = Range(_is_engine_arguments, "a dict of arguments of vllm.LLM, or JSON of one", {"pattern": r"^\{"})
 

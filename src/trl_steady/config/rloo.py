@@ -26,4 +26,8 @@ class RLOOConfig(SharedOptions, trl.RLOOConfig):
     """
 
     METHOD = "RLOO"
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.RLOOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *trl.RLOOConfig._VALID_DICT_FIELDS,
+        "vllm_engine_kwargs",
+        "eval_generation",
+    ]

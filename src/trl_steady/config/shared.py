@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
-from trl_steady.config.engine import EngineOptions
+from trl_steady.config.evaluation import EvaluationOptions, Functions
 from trl_steady.config.options import (
     COUNT,
     FILTERS,
@@ -40,7 +40,7 @@ _KL_IN_REWARD = {"RLOO": "beta", "PPO": "kl_coef"}
 
 
 @dataclass
-class SharedOptions(EngineOptions):
+class SharedOptions(EvaluationOptions):
     """Options of every trainer of trl-steady, in addition to those of TRL's config."""
 
     TRL_NUMBERS: ClassVar[Sequence[str]] = ("beta", "temperature", "ref_model_sync_steps", "ref_model_mixup_alpha")
@@ -140,6 +140,7 @@ class SharedOptions(EngineOptions):
         ranges = marked(type(self), Range)
         refuse_invalid(self, {**dict.fromkeys(self.TRL_NUMBERS, NUMBER), **ranges})
         self._fill_unset()
+        self._import_metrics()
         self._run_trl_checks()
         for message in self._contradictions():
             raise ValueError(message)
@@ -176,6 +177,7 @@ class SharedOptions(EngineOptions):
         if self.skip_old_pass and self.why_old_pass:
             yield f"skip_old_pass=True does not work with {self.why_old_pass}. Leave skip_old_pass unset."
         yield from self._engine_contradictions()
+        yield from self._evaluation_contradictions()
         yield from self._sampling_contradictions()
 
     def _sampling_contradictions(self) -> Iterator[str]:
@@ -284,8 +286,10 @@ class SharedOptions(EngineOptions):
     # for other trainers, and for logs
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options as in transformers, with the name of a function, which is no JSON."""
+        """Return the options as in transformers, with the names of functions, which are no JSON."""
         options = super().to_dict()
+        if isinstance(self.eval_metrics, Functions):
+            options["eval_metrics"] = self.eval_metrics.names
         chosen = options["dynamic_sampling_filter"]
         if callable(chosen):
             options["dynamic_sampling_filter"] = getattr(chosen, "__name__", repr(chosen))

@@ -20,7 +20,7 @@ from trl_steady.core.engine import GenerationResult, SendRequest
 from trl_steady.core.feature import Trainer
 from trl_steady.core.state_file import read_state, write_state
 from trl_steady.trl_bridge.patching import patched
-from trl_steady.trl_bridge.trl_state import as_trl_trainer, generation_interval
+from trl_steady.trl_bridge.trl_state import as_trl_trainer, generation_interval, trl_class
 from trl_steady.trl_bridge.vllm import SteadyGeneration, VLLMClient
 
 
@@ -117,14 +117,13 @@ def build_request(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[s
         prompts = len(request["prompts"])
         return {"prompt_ids": [[]] * prompts, "completion_ids": [[]] * prompts * request["n"], "logprobs": None}
 
-    # not by our method, for which there would be another rollout
-    kind = next(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.trainer"))
     recording = contextlib.nullcontext()
     if trainer.accelerator.is_main_process:  # the only one with a client
         recording = patched(engine.vllm_client, {"generate": record})
     try:
         with patched(trainer, {"_generate_single_turn": stop}):
-            as_trl_trainer(kind)._generate_and_score_completions(trainer, list(rows))
+            # not by our method, for which there would be another rollout
+            trl_class(trainer)._generate_and_score_completions(trainer, list(rows))
     except _BeforeGeneration as reached:
         with recording:
             cast(Any, super(SteadyGeneration, engine)).generate(*reached.args)  # it gathers the prompts

@@ -62,11 +62,15 @@ def read_rewards(
     ) -> Tensor:
         sampled = [list(row) for row in ids]  # what is trained, also if a reward function changes its arguments
         rewards = calculate(inputs, prompts, completions, ids, *args, **kwargs)
-        for column in as_trl_trainer(trainer)._logs["extra"]:  # TRL would show earlier values beside these completions
-            pending[column] = pending[column] or [None] * len(prompts)
         if trainer.rollout_in_progress is not None:
             give_rewards(trainer, trainer.rollout_in_progress, rewards, prompts, completions)
         read(rewards, completions, sampled)
+        table = as_trl_trainer(trainer)._logs
+        for column in pending:
+            if column not in table["extra"]:  # as when an evaluation adds one: TRL needs columns of one length
+                table["extra"][column].extend([None] * len(table["prompt"]))
+        for column in table["extra"]:  # TRL would show earlier values beside these completions
+            pending[column] = pending[column] or [None] * len(prompts)
         return rewards
 
     return patched(trainer, {"_calculate_rewards": calculate_and_read})  # around a subclass's, which may change them

@@ -21,6 +21,11 @@ def as_trl_trainer(trainer: object) -> Any:
     return trainer
 
 
+def trl_class(trainer: object) -> Any:
+    """Return the class of TRL that a trainer extends, whose methods are without ours and a script's."""
+    return next(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.trainer"))
+
+
 def set_model_card(kind: Any, method: str, **paper: str) -> None:
     """Let the model cards of a trainer class name this method, with the title and id of its paper."""
     kind._name, kind._tag_names, kind._paper = method, ["trl", method.lower()], paper

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from datasets import Dataset, IterableDataset
+from trl.trainer.utils import get_callable_name
 
 from trl_steady.core.feature import Trainer
 from trl_steady.trl_bridge.overrides import overrides
@@ -31,6 +32,22 @@ def refuse_wrong_columns(trainer: Trainer) -> None:
             messages += _wrong_columns(trainer, name, dataset)
     if messages:
         raise ValueError(" ".join(messages))
+
+
+def refuse_wrong_best_metric(trainer: Trainer) -> None:
+    """Refuse a metric for the best model that no set of several has. TRL would take the reward of the last set."""
+    args, sets = trainer.args, trainer.eval_dataset
+    metric = args.metric_for_best_model
+    evaluates = args.eval_strategy != "no" and not overrides(trainer, "evaluation")
+    if metric is None or not isinstance(sets, dict) or not evaluates:
+        return
+    name = metric.removeprefix("eval_")
+    names = list(map(str, cast(dict[str, object], sets)))
+    if not any(name.startswith(f"{set_name}_") for set_name in names):
+        raise ValueError(
+            f"metric_for_best_model={metric!r} is of no single set. eval_dataset has the sets {', '.join(names)}, and "
+            f"each has its own metrics. Set metric_for_best_model to one of them, such as 'eval_{names[0]}_{name}'."
+        )
 
 
 def _evaluation_sets(dataset: object) -> Iterator[tuple[str, object]]:
@@ -66,7 +83,13 @@ def _wrong_columns(trainer: Trainer, set_name: str, dataset: Any) -> list[str]:
     passes = "TRL passes"
     if set_name != "train_dataset":
         passes = f"With {set_name}, TRL passes"
+    functions: list[tuple[str, Any]] = []
     for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
+        functions.append((f"reward function {name!r}", function))
+    if set_name != "train_dataset":
+        for metric in trainer.args.eval_metrics or ():
+            functions.append((f"evaluation metric {get_callable_name(metric)!r}", metric))
+    for title, function in functions:
         if isinstance(function, torch.nn.Module):
             continue
         for column in ("completions", "prompts"):
@@ -75,7 +98,7 @@ def _wrong_columns(trainer: Trainer, set_name: str, dataset: Any) -> list[str]:
         if trainer.rollout_func is not None:  # it may return further columns
             continue
         for missing in _required(function).difference(passed):
-            message = f"reward function {name!r} asks for {missing!r}. {passes} {', '.join(passed)}."
+            message = f"{title} asks for {missing!r}. {passes} {', '.join(passed)}."
             for close in get_close_matches(missing, passed, 1):
                 message += f" Did you mean {close!r}?"
             messages.append(message)

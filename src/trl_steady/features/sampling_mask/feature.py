@@ -83,8 +83,9 @@ class SamplingMask(Feature):
     # a rollout
 
     def on_rollout_begin(self, rollout: Rollout) -> None:
-        """Begin a record."""
-        if self.args.keep_sampling_mask:
+        """Begin a record. An evaluation with another sampling needs none."""
+        is_other = self.args.eval_generation is not None and not self.trainer.model.training
+        if self.args.keep_sampling_mask and not is_other:
             rollout.records[_COLUMN] = _CandidateRecord()
 
     def around_generate(self, turn: Turn, call_next: Callable[[Turn], Any]) -> Any:
