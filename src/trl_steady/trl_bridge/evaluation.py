@@ -3,18 +3,16 @@
 This file knows how TRL's trainers evaluate and sample, and how accelerate divides the batches of an evaluation.
 """
 
-import atexit
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from transformers.trainer_utils import has_length
-from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
 from trl_steady.core.feature import Trainer
 from trl_steady.core.types import Rollout
-from trl_steady.trl_bridge.patching import patched, replace
-from trl_steady.trl_bridge.rewards import wrap_reward_functions
+from trl_steady.trl_bridge.patching import patched
+from trl_steady.trl_bridge.rewards import start_async_loop, wrap_reward_functions
 from trl_steady.trl_bridge.trl_state import as_trl_trainer, trl_class
 
 
@@ -58,11 +56,11 @@ def sample_as(trainer: Trainer, options: Mapping[str, Any]) -> Generator[None]:
     targets: list[tuple[object, dict[str, Any]]] = [(trainer, changed), (trainer.args, changed)]
     if trainer.use_vllm:
         engine = trainer.vllm_generation
-        own = _own_names(changed, 1)
+        own = _with_limit_named(changed, "max_tokens")
         others = {name: value for name, value in engine.generation_kwargs.items() if name not in own}
         targets.append((engine, {**changed, "generation_kwargs": others}))
     else:
-        own = _own_names(changed, 0)
+        own = _with_limit_named(changed, "max_new_tokens")
         if own.get("temperature") == 0:
             own |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
         elif "temperature" in own:
@@ -75,10 +73,12 @@ def sample_as(trainer: Trainer, options: Mapping[str, Any]) -> Generator[None]:
         yield
 
 
-def _own_names(options: Mapping[str, Any], package: int) -> dict[str, Any]:
-    """Return options of TRL by the names that transformers (0) or vLLM (1) has for them."""
-    names = {"max_completion_length": ("max_new_tokens", "max_tokens")}
-    return {names.get(name, (name, name))[package]: value for name, value in options.items()}
+def _with_limit_named(options: Mapping[str, Any], limit: str) -> dict[str, Any]:
+    """Return options of TRL by the names of an engine, which differ in that of the limit of tokens only."""
+    own = dict(options)
+    if "max_completion_length" in own:
+        own[limit] = own.pop("max_completion_length")
+    return own
 
 
 def call_as_rewards(
@@ -114,11 +114,7 @@ def call_as_rewards(
     def zeros(prompts: list[Any], **_: object) -> list[float]:
         return [0.0] * len(prompts)
 
-    if not hasattr(trainer, "async_loop"):  # TRL starts one if a reward function is async
-        thread, loop, ready = start_event_loop_in_daemon(name="trl-steady-evaluation")
-        ready.wait()
-        atexit.register(shutdown_event_loop_in_daemon, thread, loop)
-        replace(trainer, {"async_loop": loop})
+    start_async_loop(trainer)
     called = {
         # TRL warns if all functions return None for a completion
         "reward_funcs": [*wrap_reward_functions(functions, [record]), zeros],

@@ -4,7 +4,7 @@ This file knows TRL's method for rewards, and how its advantages compare those o
 """
 
 import asyncio
-import threading
+import atexit
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor
-from trl.trainer.utils import is_async_callable
+from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
 from trl_steady.core.feature import Trainer
 from trl_steady.core.processes import own_rows
@@ -135,15 +135,21 @@ def group_size(trainer: Trainer) -> int:
 def run_async(trainer: Trainer, coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run coroutines at once, and wait for all.
 
-    They run on the loop of TRL's async reward functions, which may have the same clients. TRL starts none without such
-    functions.
+    They run on the loop of TRL's async reward functions, which may have the same clients.
     """
-    trl_trainer = as_trl_trainer(trainer)
-    if not hasattr(trl_trainer, "async_loop"):
-        trl_trainer.async_loop = asyncio.new_event_loop()
-        threading.Thread(target=trl_trainer.async_loop.run_forever, daemon=True, name="trl-steady-rewards").start()
 
     async def run_all() -> None:
         await asyncio.gather(*coroutines)
 
-    asyncio.run_coroutine_threadsafe(run_all(), trl_trainer.async_loop).result()
+    start_async_loop(trainer)
+    asyncio.run_coroutine_threadsafe(run_all(), as_trl_trainer(trainer).async_loop).result()
+
+
+def start_async_loop(trainer: Trainer) -> None:
+    """Start the loop that runs async reward functions, unless TRL has started it for those of its own."""
+    if hasattr(trainer, "async_loop"):
+        return
+    thread, loop, is_running = start_event_loop_in_daemon(name="trl-steady-rewards")
+    is_running.wait()
+    atexit.register(shutdown_event_loop_in_daemon, thread, loop)
+    as_trl_trainer(trainer).async_loop = loop
