@@ -59,7 +59,8 @@ def whole_state(trainer: Any) -> dict[str, Any]:
     scalers = {name: scaler.state_dict() for name, scaler in half.scalers(trainer).items()}
     found = {**resumable.state(trainer), "scalers": scalers}
     for row in found["history"]:
-        row["grad_norm"] = str(row["grad_norm"])  # NaN is not equal to itself
+        if "grad_norm" in row:  # not of an evaluation
+            row["grad_norm"] = str(row["grad_norm"])  # NaN is not equal to itself
     return found
 
 
@@ -89,7 +90,7 @@ def test_a_run_is_finite_and_resumes_exactly(
     assert {owner for _, owner, _, _ in lines} == half.scalers(expected).keys()
     assert all(after == before / 2 for _, _, before, after in lines)
     assert sum(row.get("steps/nonfinite", 0) for row in tiny.history(expected)) == len(lines)
-    scales = {row["step"]: row["loss_scale"] for row in tiny.history(expected)[:-1]}
+    scales = {row["step"]: row["loss_scale"] for row in tiny.history(expected) if "loss_scale" in row}
     assert len(scales) == 10 and all(scales[step] == scale for step, owner, scale, _ in lines if owner == "policy")
     at_end = whole_state(expected)
     for name, tensor in {**at_end["policy"], **at_end["critic"], **at_end["reference"]}.items():
