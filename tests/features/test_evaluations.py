@@ -251,6 +251,19 @@ def test_a_temperature_of_evaluations_is_over_that_of_generation_kwargs(
     assert max(texts(trained.rows[:16])) == 4
 
 
+def test_other_sampling_is_scored_over_all_tokens(models: dict[str, Path], tmp_path: Path) -> None:
+    """The kept set of a greedy token is this token alone, with a log-prob of 0 under policy and reference."""
+    found: list[float] = []
+    for is_kept in (True, False):
+        options = with_evaluation(eval_generation={"greedy": True}, beta=0.04, top_p=0.9, num_generations_eval=1)
+        trainer = tiny.trainer(models["dense"], tmp_path, keep_sampling_mask=is_kept, **options)
+        with torch.no_grad():
+            trainer.model.lm_head.weight.mul_(3.0)  # away from the reference
+        trainer.evaluate()
+        found.append(evaluations(trainer)[0]["eval_kl"])
+    assert found[0] == found[1] > 0
+
+
 def test_a_rollout_func_finds_the_sampling_of_evaluations(models: dict[str, Path], tmp_path: Path) -> None:
     """Also its further columns reach the metrics."""
     found: list[tuple[bool, float, float, int]] = []
@@ -269,7 +282,7 @@ def test_a_rollout_func_finds_the_sampling_of_evaluations(models: dict[str, Path
 
 
 def test_metrics_see_the_turns_of_an_agent(tmp_path: Path) -> None:
-    """And its environment, as reward functions do."""
+    """Metrics also see the agent's environment, as reward functions do."""
     calls: list[tuple[int, int]] = []
 
     def tool_calls(completions: list[Any], environments: list[Any], **_: Any) -> list[float]:

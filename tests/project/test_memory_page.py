@@ -116,7 +116,7 @@ def test_a_run_of_gemma_takes_what_is_computed(memory: Any, monkeypatch: pytest.
 def test_a_run_takes_what_is_computed_of_some_layers(
     memory: Any, mode: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three layers, backward computes the first and the last again, or the first only."""
+    """Backward computes the first and the last of three layers again, or only the first."""
     monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 64)
     monkeypatch.setattr(formulas, "VOCAB_TILE", 64)
     taken = host.give(monkeypatch)

@@ -56,5 +56,5 @@ def test_noise_is_no_fall() -> None:
 
 
 def test_a_small_fall_is_none() -> None:
-    """Of many answers, it is sure; but 4 % of the level are not what an exploited reward costs."""
+    """Many answers make a fall sure. A fall by 4 % of the level is still less than an exploited reward costs."""
     assert not is_found(run(to=0.576, answers=1_000_000))

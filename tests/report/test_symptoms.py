@@ -86,7 +86,7 @@ def unmoved(rows: list[Row]) -> None:
 
 
 def exploited(rows: list[Row]) -> None:
-    """Of 200 answers in each evaluation, fewer and fewer are right from START on, while the reward rises."""
+    """Fewer and fewer of the 200 answers of an evaluation are right from START on, while the reward rises."""
     random = np.random.default_rng(3)
     for row in rows:
         if row["step"] % 10 == 0:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from math import comb
 
-import numpy as np
+import torch
 
 
 def pass_at_k(answers: Sequence[Hashable | None], truth: Hashable, k: int) -> float:
@@ -34,17 +34,21 @@ def maj_at_k(answers: Sequence[Hashable | None], truth: Hashable, k: int) -> flo
         k: From 1 to n.
     """
     others = Counter(answers)
-    right, silent = others.pop(truth, 0), others.pop(None, 0)
+    right = others.pop(truth, 0)
+    silent = others.pop(None, 0)
     wins = 0.0
     for votes in range(1, min(right, k) + 1):
         left = k - votes
         # ways[t, m]: choices of m answers that are not right, t of which tie, and none has more votes
-        ways = np.zeros((left // votes + 1, left + 1))
-        ways[0] = [comb(silent, m) for m in range(left + 1)]
+        ways = torch.zeros((left // votes + 1, left + 1), dtype=torch.float64)
+        ways[0] = torch.tensor([float(comb(silent, m)) for m in range(left + 1)], dtype=torch.float64)
         for count in others.values():
-            before, ways = ways, np.zeros_like(ways)
+            before = ways
+            ways = torch.zeros_like(before)
             for own in range(min(count, votes, left) + 1):
                 tie = int(own == votes)
-                ways[tie:, own:] += comb(count, own) * before[: len(before) - tie, : left + 1 - own]
-        wins += comb(right, votes) * float((ways[:, left] / np.arange(1, len(ways) + 1)).sum())
+                ways[tie:, own:] += float(comb(count, own)) * before[: len(before) - tie, : left + 1 - own]
+        winners = torch.arange(1, len(ways) + 1)
+        won = float((ways[:, left] / winners).sum())
+        wins += comb(right, votes) * won
     return wins / comb(len(answers), k)

@@ -17,7 +17,8 @@ _LEAST_LOSS = 0.1
 def evaluation_falls(history: History) -> Found | None:
     """Find a share of good completions in evaluations that falls while the reward rises: the reward is exploited.
 
-    Of 400 runs with a rising reward and a metric without a trend, of 8 to 40 evaluations, at most one showed it.
+    The limits were tried on simulated runs of 8 to 40 evaluations, with a rising reward and a metric without a trend.
+    At most one in 400 showed the symptom.
     """
     sure = SURE_FALL if history.is_over else SURE_DIP
     keys = _metrics(history)
