@@ -33,7 +33,7 @@ from trl_steady.trl_bridge.patching import patched
 
 def main() -> None:
     """Time rollouts of both engines."""
-    options = parser(__doc__, rounds=15, prompts=16, generations=4, tokens=48, length=32).parse_args()
+    options = parser(__doc__, rounds=9, prompts=4, generations=4, tokens=24, length=32).parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         torch.manual_seed(0)
