@@ -4,7 +4,7 @@ An answer is easy to verify, and each digit is one token.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,22 +92,28 @@ def teach(
     worked: Sequence[tuple[str, str]],
     *,
     balanced: bool = True,
+    batch: int | None = None,
 ) -> None:
     """Train one pass over `worked`, pairs of prompt and answer, with cross-entropy on the answers.
 
     A `balanced` mixture has Qwen's load-balancing loss (`router_aux_loss_coef`, 0.001), because one that uses few of
-    its experts would have few routes to change.
+    its experts would have few routes to change. A step has `batch` pairs (`WORKED_BATCH`).
     """
     extra = {"output_router_logits": True} if balanced and hasattr(model.config, "router_aux_loss_coef") else {}
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    steps = len(worked) // WORKED_BATCH
+    batch = batch or WORKED_BATCH
+    steps = len(worked) // batch
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / 20, 1))
     for step in range(steps):
-        pairs = worked[step * WORKED_BATCH : (step + 1) * WORKED_BATCH]
-        ids = tokenizer([prompt + end for prompt, end in pairs], return_tensors="pt")["input_ids"].to(model.device)
-        labels = ids.clone()
-        labels[:, : -DIGITS - 1] = -100
-        loss = model(input_ids=ids, labels=labels, **extra).loss
+        pairs = worked[step * batch : (step + 1) * batch]
+        texts = [prompt + end for prompt, end in pairs]
+        inputs = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)  # on the left
+        if inputs["attention_mask"].all():
+            del inputs["attention_mask"]
+        labels = inputs["input_ids"].clone()
+        for row, (_, end) in zip(labels, pairs, strict=True):
+            row[: -len(tokenizer(end)["input_ids"])] = -100
+        loss = model(**inputs, labels=labels, **extra).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -115,6 +121,23 @@ def teach(
         schedule.step()
         if (step + 1) % 10 == 0:
             print(f"warm start {step + 1:3d}/{steps}  loss {loss.item():.3f}", flush=True)
+
+
+def load_taught(
+    start: Path, folder: Path, worked: Callable[[], Sequence[tuple[str, str]]], *, dense: bool, **how: Any
+) -> tuple[Any, Any]:
+    """Load a model in float32, and its tokenizer. If `start` has none, teach one with `worked()`, and save it there.
+
+    `folder` is that of `common.run.starting_model`, and `how` has keywords of `teach`.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def warm_up(model: Any, tokenizer: Any) -> None:
+        teach(model.to(device), tokenizer, worked(), **how)
+
+    start = run.starting_model(start, folder, lambda: untaught(dense=dense), warm_up)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).to(device)
+    return model, AutoTokenizer.from_pretrained(start, padding_side="left")
 
 
 @dataclass
@@ -153,17 +176,13 @@ class Digits:
 
     def load(self, folder: Path, quantised: bool) -> Any:
         """Load the model from `start`, in float32. Make it first if it is missing."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
 
-        def warm_up(model: Any, tokenizer: Any) -> None:
-            worked = draw(WORKED_STEPS * WORKED_BATCH)
-            read = worked[: round(self.share * len(worked))]
-            pairs = [(self.prompt(problem), answer(problem)) for problem in read]
-            teach(model.to(device), tokenizer, pairs, balanced=self.balanced)
+        def worked() -> list[tuple[str, str]]:
+            problems = draw(WORKED_STEPS * WORKED_BATCH)
+            read = problems[: round(self.share * len(problems))]
+            return [(self.prompt(problem), answer(problem)) for problem in read]
 
-        start = run.starting_model(self.start, folder, lambda: untaught(dense=self.dense), warm_up)
-        model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).to(device)
-        return model, AutoTokenizer.from_pretrained(start, padding_side="left")
+        return load_taught(self.start, folder, worked, dense=self.dense, balanced=self.balanced)
 
     def split(self, held_out: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Return training and held-out problems, the same for every seed. The warm start uses none of them."""

@@ -60,7 +60,7 @@ class Checks(TrainerCallback):
         held_out: Number of held-out problems.
         samples: Answers to each of them.
         every: Updates between two checks. There is one before training, and one at its end.
-        top_p: Also sample answers with it.
+        top_p: Also sample answers with it. "own": that of the training.
         beta: Also measure the distance to the optimum of the objective with this weight of the KL.
     """
 
@@ -71,11 +71,12 @@ class Checks(TrainerCallback):
         held_out: int,
         samples: int,
         every: int,
-        top_p: float | None = None,
+        top_p: float | str | None = None,
         beta: float | None = None,
     ) -> None:
         self.trainer, self.task, self.samples, self.every = trainer, task, samples, every
-        self.top_p, self.beta = top_p, beta
+        self.top_p = trainer.args.top_p if top_p == "own" else top_p
+        self.beta = beta
         _, self.problems = task.split(held_out)
         if beta is not None:
             self.start = copy.deepcopy(trainer.ref_model).eval()

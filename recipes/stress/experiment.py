@@ -27,10 +27,11 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import report, run
+from stress import grid
 from stress.train import Arm, task_of, train
 from trl_steady.report.compare import interval
 
-__all__ = ["LAST", "Comparison", "Kind", "arms", "compare", "endpoint", "main", "table"]
+__all__ = ["LAST", "Comparison", "Kind", "arms", "cells", "compare", "endpoint", "load", "main", "table"]
 
 LAST = 3  # checks whose mean is the endpoint
 Runs = dict[str, dict[int, dict[str, Any]]]  # arm -> seed -> figures
@@ -66,6 +67,9 @@ SHOWN = CHECKED | {
     "reward": Figure("Reward of the rollout", "reward", ".2f"),
     "kl": Figure("KL of the log", "KL", ".3f"),
     "sampling_mask/kept_mass": Figure("Kept mass", "kept mass", ".3f"),
+    "rerouted": Figure("Engine's experts that are not the policy's", "experts that differ", ".1%"),
+    "weight": Figure("Weight of the correction, mean", "weight", ".2g"),
+    "clip_ratio/region_mean": Figure("Clipped tokens, share", "clipped", ".2%"),
     "changed": Figure("Experts that change in a rollout, share", "experts changed", ".1%"),
     "log_ratio_std": Figure("Standard deviation of the log-ratios", "log-ratios, std", ".3f"),
     "value/explained_variance": Figure("Variance that the critic explains, share", "explained", ".1%"),
@@ -115,7 +119,8 @@ def arms(experiment: Mapping[str, Any], arm: type = Arm) -> dict[str, Any]:
         ValueError: If the experiment or an arm has a key that nothing reads.
     """
     keys = {field.name for field in fields(arm)}
-    of_all = keys | {*TEXTS, "arms", "baseline", "seeds", "measured", "figure", "pictured", "columns", "drawn"}
+    shape = "arms", "grid", "baseline", "seeds", "measured", "figure", "pictured", "columns", "drawn"
+    of_all = keys | {*TEXTS, *shape}
     named = ((f"The arm {name!r}", own, keys | {"against"}) for name, own in experiment["arms"].items())
     for what, given, known in (("The experiment", experiment, of_all), *named):
         if unknown := given.keys() - known:
@@ -131,9 +136,25 @@ def arms(experiment: Mapping[str, Any], arm: type = Arm) -> dict[str, Any]:
     return {name: arm(**dict(settings(own))) for name, own in experiment["arms"].items()}
 
 
+def load(path: Path) -> dict[str, Any]:
+    """Return the experiment in a YAML file. If it has a `grid`, its arms are all pairs of a cell and a setting."""
+    experiment = yaml.safe_load(path.read_text())
+    if "grid" in experiment:
+        experiment["arms"] = grid.arms(experiment["grid"])
+    return experiment
+
+
 def endpoint(experiment: Mapping[str, Any], figures: Mapping[str, Any]) -> float:
     """Return the mean of the last checks of the experiment's `figure`."""
     return float(np.mean(list(figures[experiment.get("figure", "accuracy")].values())[-LAST:]))
+
+
+def cells(experiment: Mapping[str, Any], runs: Runs) -> dict[str, grid.Cell]:
+    """Return the cells of an experiment with a `grid`."""
+    ends = {}
+    for name, own in runs.items():
+        ends[name] = {seed: endpoint(experiment, figures) for seed, figures in own.items()}
+    return grid.cells(experiment["grid"], ends)
 
 
 def compare(experiment: Mapping[str, Any], runs: Runs) -> dict[str, Comparison]:
@@ -279,10 +300,10 @@ def main(command: Sequence[str] | None = None, kind: Kind = STRESS) -> dict[str,
     parser.add_argument("--redraw", type=Path, help="results.json of an earlier run: draw its picture and run nothing")
     run.refuse_dry_run(parser, "Try one of them: --arms NAME --seeds 0 --output_dir FOLDER.")
     asked = parser.parse_args(command)
-    experiment = yaml.safe_load(asked.experiment.read_text())
+    experiment = load(asked.experiment)
     if asked.redraw:
         recorded = json.loads(asked.redraw.read_text())
-        draw(asked.redraw.with_suffix(".png"), experiment, recorded["runs"])
+        _show(asked.redraw.with_suffix(".png"), experiment, recorded["runs"])
         return recorded
     output = asked.output_dir or Path("outputs") / asked.experiment.resolve().parent.name / asked.experiment.stem
     if unknown := {*(asked.arms or ())} - {*experiment["arms"]}:
@@ -313,9 +334,19 @@ def main(command: Sequence[str] | None = None, kind: Kind = STRESS) -> dict[str,
         "runs": runs,
     }
     (output / "results.json").write_text(json.dumps(results))
-    draw(output / "arms.png", experiment, runs)
-    print(table(experiment, runs))
+    _show(output / "arms.png", experiment, runs)
     return results
+
+
+def _show(picture: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
+    """Draw the picture, and print the table."""
+    if "grid" in experiment:
+        found = cells(experiment, runs)
+        grid.draw(picture, experiment["grid"], found)
+        print(grid.table(found))
+        return
+    draw(picture, experiment, runs)
+    print(table(experiment, runs))
 
 
 if __name__ == "__main__":

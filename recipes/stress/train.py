@@ -6,7 +6,7 @@
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +22,8 @@ from common import task as larger
 from moe.digits import Digits
 from moe.probe import Probe
 from stress.checks import Checks, scored
+from stress.engine import Engine
+from stress.longer import Chain, Free
 from stress.samplers import Sampler
 from trl_steady import GRPOConfig, GRPOTrainer
 
@@ -36,13 +38,14 @@ LOGGED = (
 )
 PROBED = {"probe/changed": "changed", "probe/live/log_ratio_std": "log_ratio_std"}
 PROBLEMS = 50  # held-out ones that the probe answers
-MODELS: Mapping[str, tuple[str, Mapping[str, Any]] | None] = {
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dense": ("start", {"dense": True}),
     "beginner": ("start-beginner", {"dense": True, "share": 0.5}),
     "mixture": ("start-mixture", {"balanced": False}),
-    "smollm2": None,
 }
-"""Folder of the starting model, and arguments of `Digits`. None: SmolLM2-135M, and the larger of two numbers."""
+"""Folder of the starting model, and arguments of `Digits`."""
+TASKS = {"free": Free, "chain": Chain}
+OTHERS = (*TASKS, "smollm2")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Arm:
     """Options of `GRPOConfig`."""
     sampler: Mapping[str, Any] | None = None
     """Arguments of `Sampler`; None: the policy samples, through TRL."""
+    engine: Mapping[str, Any] | None = None
+    """Arguments of `Engine`; None: TRL gets no log-probs of what the policy samples."""
     correction: str | None = None
     """TRL's `vllm_importance_sampling_mode`, with its default limit; None: no correction for the engine."""
     old: str = "policy"
@@ -60,7 +65,9 @@ class Arm:
     unmasked: Sequence[str] = ()
     """Log-probs that are of all tokens, with `keep_sampling_mask`: "old", "ref" (the reference)."""
     model: str = "dense"
-    """A key of `MODELS`."""
+    """A key of `MODELS`, for the task "sort ten digits", one of `TASKS`, or "smollm2": the larger of two numbers."""
+    task: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `TASKS[model]`."""
     router_rate: float = 1.0
     """Multiplies the learning rate of the mixture's routers."""
     away: float = 0.0
@@ -73,7 +80,7 @@ class Arm:
         for name, given, known in (
             ("old", {self.old}, {"policy", "sampler"}),
             ("unmasked", {*self.unmasked}, {"old", "ref"}),
-            ("model", {self.model}, {*MODELS}),
+            ("model", {self.model}, {*MODELS, *OTHERS}),
         ):
             if given - known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: it can have {sorted(known)}.")
@@ -81,11 +88,18 @@ class Arm:
             raise ValueError(
                 f"router_rate={self.router_rate}: model={self.model!r} has no routers. Set model: mixture."
             )
-        if self.sampler is None and (self.correction is not None or self.old == "sampler"):
+        has_sampler = self.sampler is not None or self.engine is not None
+        if not has_sampler and (self.correction is not None or self.old == "sampler"):
             raise ValueError(
                 f"correction={self.correction!r} and old={self.old!r} need the log-probs of a sampler, and TRL's own "
-                "generation gives none. Set sampler, for example to {}."
+                "generation gives none. Set sampler or engine, for example to {}."
             )
+        if self.sampler is not None and self.engine is not None:
+            raise ValueError(
+                f"sampler={self.sampler!r} and engine={self.engine!r}: only one can sample. Leave one out."
+            )
+        if self.task and self.model not in TASKS:
+            raise ValueError(f"task={self.task!r}: model={self.model!r} has no arguments. Set model to {[*TASKS]}.")
         if self.unmasked and not self.options.get("keep_sampling_mask"):
             raise ValueError(f"unmasked={self.unmasked!r} needs keep_sampling_mask=True in the options.")
         if self.rollouts is not None and not self.options.get("dynamic_sampling"):
@@ -106,19 +120,22 @@ class Budget(run.TrainerCallback):
 
 
 class Stressed(GRPOTrainer):
-    """A trainer whose rollouts come from a `Sampler`. It notes how far sampler and policy are apart.
+    """A trainer whose rollouts come from a `Sampler` or an `Engine`. It notes how far that and the policy are apart.
 
     TRL corrects for an engine only with `use_vllm`. There is no vLLM here, so this class switches `use_vllm` on after
     the completions were made, where TRL reads it to compute the correction.
     """
 
+    rerouted: float | None = None
     vllm_generation = None  # features ask TRL's engine how it gets the weights
 
     def __init__(self, arm: Arm, *arguments: Any, **keywords: Any) -> None:
         self.arm, self.sampler = arm, None if arm.sampler is None else Sampler(**arm.sampler)
+        self.engine = None if arm.engine is None else Engine(**arm.engine)
         self.apart: list[dict[str, float]] = []
-        """For each rollout: `outside`, the share of tokens whose ratio of policy to sampler is not in 0.8 to 1.2, and
-        `ess`, the effective sample size of the answers' ratios, as a share of their number."""
+        """For each rollout: `outside`, the share of tokens whose ratio of policy to sampler is not in 0.8 to 1.2,
+        `ess`, the effective sample size of the answers' ratios, as a share of their number, and `weight`, the mean of
+        TRL's correction. If routers differ: `rerouted`, the share of its experts that are not the policy's."""
         super().__init__(*arguments, rollout_func=None if arm.sampler is None else self._sampled, **keywords)
         if arm.correction is not None:
             self.vllm_importance_sampling_mode = arm.correction
@@ -129,15 +146,31 @@ class Stressed(GRPOTrainer):
         self.use_vllm = self.arm.correction is not None
         return completions
 
+    def _generate_single_turn(self, prompt_ids: Any, *others: Any, **keywords: Any) -> Any:
+        """Let the engine generate."""
+        if self.engine is None:
+            return super()._generate_single_turn(prompt_ids, *others, **keywords)
+        seed = self.args.seed * 1_000_003 + self.state.global_step
+        with self.engine.running(self.model, seed), self.engine.scoring(self.model) as scores:
+            answers, _ = super()._generate_single_turn(prompt_ids, *others, **keywords)
+        if self.engine.routes_otherwise:
+            self.rerouted = self.engine.rerouted(self.model, seed, prompt_ids, answers)
+        self.use_vllm = self.arm.correction is not None
+        return answers, scores.of(answers)
+
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """Make a rollout with the sampler."""
+        """Make a rollout with the sampler or the engine."""
         self.use_vllm = False  # TRL would send weights to vLLM
         samples = super()._generate_and_score_completions(inputs)
-        if self.sampler is not None:
+        if self.sampler is not None or self.engine is not None:
             sampler = samples["sampling_per_token_logps"]
             if "old_per_token_logps" in samples:  # TRL has none with one update per rollout
                 apart = (samples["old_per_token_logps"] - sampler).double()
                 self.apart.append(_apart(apart, samples["completion_mask"].bool()))
+                if self.rerouted is not None:
+                    self.apart[-1]["rerouted"] = self.rerouted
+                if "importance_sampling_ratio" in samples:
+                    self.apart[-1]["weight"] = _mean_weight(samples)
             if self.arm.old == "sampler":
                 samples["old_per_token_logps"] = sampler
         for name in self.arm.unmasked:
@@ -164,10 +197,22 @@ def _apart(log_ratios: Tensor, is_token: Tensor) -> dict[str, float]:
     }
 
 
+def _mean_weight(samples: Mapping[str, Any]) -> float:
+    """Return the mean over tokens of what TRL's correction multiplies their loss by."""
+    weights, mask = samples["importance_sampling_ratio"].double(), samples["completion_mask"]
+    return float((weights * mask).sum() / mask.sum())
+
+
 def task_of(arm: Arm, folder: Path) -> small_model.Task:
-    """Return the task with the arm's model. Starting models of `Digits` are in `folder`, made if they are missing."""
-    start = MODELS[arm.model]
-    return larger if start is None else Digits(folder / start[0], **start[1])
+    """Return the task with the arm's model. Starting models are in `folder`, made if they are missing."""
+    if arm.model == "smollm2":
+        return larger
+    if arm.model in TASKS:
+        made_by = {name: value for name, value in arm.task.items() if name != "rewards"}
+        name = "-".join(f"{key}{value}" for key, value in sorted(made_by.items()))
+        return TASKS[arm.model](folder / f"start-{arm.model}-{name}", **arm.task)
+    name, arguments = MODELS[arm.model]
+    return Digits(folder / name, **arguments)
 
 
 def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,7 +256,7 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
             for name in LOGGED
             if any(name in row for row in updates)
         },
-        **{name: _rounded([own[name] for own in trainer.apart]) for name in ("outside", "ess") if trainer.apart},
+        **{name: _rounded([own[name] for own in trainer.apart]) for name in _names(trainer.apart)},
         **{
             name: _rounded([row[key] for row in history if key in row])
             for key, name in PROBED.items()
@@ -238,6 +283,10 @@ def _optimizer(model: torch.nn.Module, rate: float, of_routers: float) -> torch.
     others = [value for name, value in model.named_parameters() if not name.endswith("mlp.gate.weight")]
     groups = [{"params": others}, {"params": routers, "lr": of_routers * rate}]
     return torch.optim.AdamW(groups, lr=rate, weight_decay=0.0, fused=True)
+
+
+def _names(rows: Sequence[Mapping[str, float]]) -> list[str]:
+    return list(rows[0]) if rows else []
 
 
 def _last(values: Iterable[Any]) -> Any:

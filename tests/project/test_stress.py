@@ -17,7 +17,9 @@ from tests.project import recipe
 from trl_steady import GRPOConfig
 
 FOLDER = Path(__file__).parents[2] / "recipes/stress"
-EXPERIMENTS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+PLANS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+GRIDS = {name for name, experiment in PLANS.items() if "grid" in experiment}
+EXPERIMENTS = {name: experiment for name, experiment in PLANS.items() if name not in GRIDS}
 RECORDED = [name for name in EXPERIMENTS if (FOLDER / f"results/{name}.json").is_file()]
 
 
@@ -125,9 +127,41 @@ def test_every_arm_of_an_experiment_can_be_built(recipes: Any, tmp_path: Path) -
         against = {arm.get("against", experiment["baseline"]) for arm in experiment["arms"].values()}
         assert against <= experiment["arms"].keys()
         for arm in recipes.experiment.arms(experiment).values():
-            GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **arm.options)
-            recipes.samplers.Sampler(**arm.sampler or {})
-            recipes.stress.task_of(arm, tmp_path)
+            built(recipes, arm, tmp_path)
+
+
+def built(recipes: Any, arm: Any, folder: Path) -> None:
+    """Build everything of an arm but its trainer."""
+    GRPOConfig(output_dir=str(folder), use_cpu=True, **arm.options)
+    recipes.samplers.Sampler(**arm.sampler or {})
+    recipes.engine.Engine(**arm.engine or {})
+    recipes.stress.task_of(arm, folder)
+
+
+def test_every_pair_of_a_grid_is_an_arm(recipes: Any, tmp_path: Path) -> None:
+    for name in GRIDS:
+        experiment = recipes.experiment.load(FOLDER / f"{name}.yaml")
+        grid = experiment["grid"]
+        assert len(grid["cells"]) == len(grid["rows"]) * len(grid["columns"])
+        arms = recipes.experiment.arms(experiment)
+        assert len(arms) == len(grid["cells"]) * len(grid["settings"]) and experiment["baseline"] in arms
+        for arm in arms.values():
+            built(recipes, arm, tmp_path)
+
+
+def test_a_map_by_hand(recipes: Any, tmp_path: Path) -> None:
+    """In the first cell b ends first, and a below it on all seeds; c is below on one seed of two, so it is tied."""
+    grid = {"cells": {"x": {}, "y": {}}, "settings": {"a": {}, "b": {}, "c": {}}, "rows": ["r"], "columns": ["x", "y"]}
+    ends = {"x, a": [0.1, 0.3], "x, b": [0.3, 0.5], "x, c": [0.1, 0.6]}
+    ends |= {"y, a": [0.9, 0.9], "y, b": [0.1, 0.1], "y, c": [0.2, 0.2]}
+    found = recipes.grid.cells(grid, {arm: dict(enumerate(values)) for arm, values in ends.items()})
+    assert found["x"].first == "b" and found["x"].tied == ["c"]
+    assert found["x"].means == pytest.approx({"b": 0.4, "c": 0.35, "a": 0.2})
+    assert found["y"].first == "a" and found["y"].tied == []
+    rows = recipes.grid.table(found).splitlines()
+    assert rows[2:] == ["| x | 20.0 | **40.0** | **35.0** |", "| y | **90.0** | 10.0 | 20.0 |"]
+    recipes.grid.draw(tmp_path / "map.png", grid, found)
+    assert recipe.is_picture(tmp_path / "map.png")
 
 
 @pytest.mark.slow
