@@ -147,6 +147,10 @@ class Chain(_Task):
         if self.rewards not in REWARDS:
             raise ValueError(f"rewards={self.rewards!r}: it can have {list(REWARDS)}.")
 
+    def prompt(self, problem: Problem) -> str:
+        """Return the digits. Nothing stands between them and the steps, so that ten places before is always the same."""
+        return f"{BEGIN}{''.join(map(str, problem))}"
+
     def answer(self, problem: Problem) -> str:
         """Return the right steps."""
         return self._continued(problem, lambda step, right: right)
