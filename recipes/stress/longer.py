@@ -148,7 +148,7 @@ class Chain(_Task):
             raise ValueError(f"rewards={self.rewards!r}: it can have {list(REWARDS)}.")
 
     def prompt(self, problem: Problem) -> str:
-        """Return the digits. Nothing stands between them and the steps, so that ten places before is always the same."""
+        """Return the digits. Nothing stands between them and the steps, so ten places before is always the same."""
         return f"{BEGIN}{''.join(map(str, problem))}"
 
     def answer(self, problem: Problem) -> str:
