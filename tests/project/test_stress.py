@@ -217,7 +217,8 @@ def test_what_was_recorded_fits_its_file_and_its_page(recipes: Any, name: str) -
 def test_the_summary_of_evidence_quotes_recorded_differences(recipes: Any) -> None:
     page = (FOLDER.parents[1] / "docs/evidence.md").read_text()
     summary = page.partition("## Summary")[2].partition("## Exact")[0]
-    quoted = set(re.findall(r"[\d.]+ \([\d.]+ to [\d.]+\)", summary))
+    with_interval = r"[\d.]+ \([\d.]+ to [\d.]+\)|[+-][\d.]+ \([+-][\d.]+ to [+-][\d.]+\)"
+    quoted = set(re.findall(with_interval, summary))
     signed, intervals = set(), set()
     for name in RECORDED:
         _, runs = recorded(name)
@@ -225,11 +226,14 @@ def test_the_summary_of_evidence_quotes_recorded_differences(recipes: Any) -> No
         found = set()
         for row in recipes.experiment.compare(EXPERIMENTS[name], runs).values():
             if row.difference is not None:
+                scaled = [shown.scale * value for value in (row.difference, row.low, row.high)]
                 ends = sorted(abs(end) for end in (row.low, row.high))
                 sizes = (f"{shown.scale * size:.{shown.decimals}f}" for size in (abs(row.difference), *ends))
                 found.add("{} ({} to {})".format(*sizes))
+                found.add("{:+.{d}f} ({:+.{d}f} to {:+.{d}f})".format(*scaled, d=shown.decimals))
                 signed.add(f"{shown.scale * row.difference:+.{shown.decimals}f}")
         assert found & quoted, name
         intervals |= found
     assert quoted <= intervals
-    assert set(re.findall(r"(?<![\w.])[+-]\d+\.\d", summary)) <= signed
+    others = re.sub(with_interval, "", summary)
+    assert set(re.findall(r"(?<![\w.])[+-]\d+\.\d", others)) <= signed
