@@ -23,7 +23,7 @@ PYTHONS := 3.11 3.12 3.13
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-deepseekmath demo-tools
 .PHONY: demo-own-data demo-async eval
 .PHONY: test test-quick test-portable test-versions test-lowest test-next test-slow test-distributed test-sharded test-triton
-.PHONY: test-vllm test-gpu test-installs check check-workflows dist docs bench format lock upgrade schema clean
+.PHONY: test-vllm test-gpu gpu test-installs check check-workflows dist docs bench format lock upgrade schema clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -163,6 +163,13 @@ test-gpu: $(VENV)/.test
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
 		then $(BIN)/python -m pytest -m gpu tests/gpu; \
 		else echo "make test-gpu: torch finds no CUDA device here, so no test runs"; fi
+
+# At most 15 minutes on the first GPU, after the installation: it ends in a block for the issue form "GPU results".
+# ARGS=--rehearse runs all of it that a CPU can, in small sizes.
+gpu:
+	@$(PYTHON) -m benchmarks.gpu --check $(ARGS)
+	@$(MAKE) --no-print-directory $(VENV)/.test
+	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

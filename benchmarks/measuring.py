@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 from tests.tools import tiny
 
+from benchmarks.gpu import block
+from benchmarks.gpu.block import Figure
+
 CUDA = torch.cuda.is_available()
 SMALL = {
     **{"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8},
@@ -130,3 +133,9 @@ def quartiles(above: Sequence[float], below: Sequence[float]) -> dict[str, float
     """Return the quartiles of ratios, round by round."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     return dict(zip(("low", "median", "high"), statistics.quantiles(ratios, n=4), strict=True))
+
+
+def record(path: Path | None, figures: Sequence[Figure], note: str = "") -> None:
+    """Write figures to a JSON file, as `make gpu` reads them. None: nowhere."""
+    if path is not None:
+        block.save(path, {"note": note, "figures": [each._asdict() for each in figures]})

@@ -32,6 +32,7 @@ import trl_steady
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import measuring
+from benchmarks.gpu.block import Figure
 from benchmarks.measuring import CUDA
 from trl_steady.trl_bridge.patching import patched
 
@@ -296,6 +297,25 @@ def report(results: Mapping[str, Any]) -> None:
             )
 
 
+def figures(results: Mapping[str, Any]) -> list[Figure]:
+    """Return what `make gpu` shows: for each variant of ours, time, memory and gradient beside TRL's."""
+    found: list[Figure] = []
+    for name, of_set in results["sets"].items():
+        trls = of_set["variants"][TRL]
+        found.append(Figure(f"{name}, TRL: a step", statistics.median(trls["seconds"]), "s"))
+        for variant, own in of_set["variants"].items():
+            if variant == TRL:
+                continue
+            start = f"{name}, {variant}"
+            found += [
+                Figure(f"{start}: TRL's seconds over ours", own["ratio"]["median"]),
+                Figure(f"{start}: tokens computed, of TRL's", own["tokens"] / trls["tokens"]),
+                Figure(f"{start}: peak memory, of TRL's", own["peak_bytes"] / trls["peak_bytes"]),
+                Figure(f"{start}: largest difference of the gradient", own["difference"]["gradient"]),
+            ]
+    return found
+
+
 def main() -> None:
     flags = ("random", "large", "checkpointing")
     # a round takes turns, a batch is of sequences, a window of the micro-batches of an optimizer step
@@ -314,6 +334,7 @@ def main() -> None:
         bench = Bench(Path(folder), options)
         results["sets"] = {name: measured(bench, name, options) for name in options.sets}
     report(results)
+    results["figures"] = [each._asdict() for each in figures(results)]
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

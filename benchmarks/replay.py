@@ -1,6 +1,7 @@
 """What replaying routes costs: optimizer steps of a mixture of experts, with replay and without, side by side.
 
     python benchmarks/replay.py [--rounds 15] [--batch 8] [--window 2] [--prompt 64] [--completion 192]
+        [--json PATH]
 
 A random Qwen3-MoE of 64 experts, 8 a token, fully fine-tuned in float32 (on CUDA under bf16 autocast). A step is all
 that TRL's `training_step` does for the micro-batches of an optimizer step that begins with a rollout: log-probs of the
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.tools import tiny
 
 from benchmarks import measuring
+from benchmarks.gpu.block import Figure
 from benchmarks.measuring import CUDA
 from trl_steady.features.router_replay.feature import RouterReplay
 from trl_steady.trl_bridge.patching import patched
@@ -104,7 +106,9 @@ def compared(what: str, work: Callable[[str | None], Any], replay: str, rounds: 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     numbers = {"rounds": 15, "batch": 8, "window": 2, "prompt": 64, "completion": 192}
-    return measuring.parser(__doc__, **numbers).parse_args(arguments)
+    parser = measuring.parser(__doc__, **numbers)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
@@ -114,8 +118,14 @@ def main() -> None:
         trainer = build(options, folder)
         norms = {replay: step(trainer, replay) for replay in (None, "R2")}
         print(f"gradient norm without replay {norms[None]:.8g}, replaying the policy's own routes {norms['R2']:.8g}")
-        compared("optimizer step", lambda replay: step(trainer, replay), "R2", options.rounds)
-        compared("generation", lambda replay: generate(trainer, replay), "R3", options.rounds)
+        of_step = compared("optimizer step", lambda replay: step(trainer, replay), "R2", options.rounds)
+        of_generation = compared("generation", lambda replay: generate(trainer, replay), "R3", options.rounds)
+    figures = [
+        Figure("optimizer step: seconds with R2 over seconds without", of_step),
+        Figure("generation: seconds with routes recorded over seconds without", of_generation),
+        Figure("gradient norm with R2 over the norm without", norms["R2"] / norms[None]),
+    ]
+    measuring.record(options.json, figures)
 
 
 if __name__ == "__main__":

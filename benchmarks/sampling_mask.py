@@ -1,11 +1,12 @@
 """What the kept sampling mask costs: optimizer steps with it, and with TRL's fused head alone, side by side.
 
     python benchmarks/sampling_mask.py [--rounds 15] [--batch 4] [--prompt 64] [--completion 128] [--layers 4]
+        [--small] [--json PATH]
 
 Random models in float32 (on CUDA under bf16 autocast) with few layers, so that the head counts: with SmolLM2's
-vocabulary of 49,152 and width of 576, and with Qwen2.5's of 151,936 and 896. A step is the old policy's log-probs of a
-micro-batch, then its forward, loss and backward. Rollouts are the same with and without. Sets are
-"peaked": many of one token, few in the median and some of hundreds. TRL's head also runs if sets are missing.
+vocabulary of 49,152 and width of 576, and with Qwen2.5's of 151,936 and 896 (`--small`: one of 1,024). A step is the
+old policy's log-probs of a micro-batch, then its forward, loss and backward. Rollouts are the same with and without.
+Sets are "peaked": many of one token, few in the median and some of hundreds. TRL's head also runs if sets are missing.
 With and without take turns, so that a drift of the machine's speed meets both; the ratios are round by round.
 """
 
@@ -28,11 +29,14 @@ from tests.tools import tiny
 from tests.tools.sets import candidate_sets
 
 from benchmarks import measuring
+from benchmarks.gpu.block import Figure
 from benchmarks.measuring import CUDA
 from benchmarks.padding import peak_bytes
 from trl_steady.trl_bridge.patching import patched
 
-MODELS = {49_152: (576, 9, 3, 1536), 151_936: (896, 14, 2, 4864)}  # vocabulary: width, heads, key heads, inner width
+# vocabulary: width, heads, key heads, inner width
+MODELS = {49_152: (576, 9, 3, 1536), 151_936: (896, 14, 2, 4864), 1024: (64, 2, 2, 128)}
+LARGE, SMALL = (49_152, 151_936), (1024,)
 
 
 def peaked(count: int) -> Tensor:
@@ -108,8 +112,8 @@ def step(trainer: Any, inputs: dict[str, Any]) -> float:
     return measuring.grad_norm(trainer)
 
 
-def compare(trainer: Any, name: str, vocabulary: int, rounds: int) -> None:
-    """Print ratios of steps with sets to steps without."""
+def compare(trainer: Any, name: str, vocabulary: int, rounds: int) -> list[Figure]:
+    """Print and return ratios of steps with sets to steps without."""
     without = trainer.buffered
     kept = kept_tokens(without, vocabulary, SETS[name])
     with_sets = {**without, "kept_tokens": kept}
@@ -134,16 +138,25 @@ def compare(trainer: Any, name: str, vocabulary: int, rounds: int) -> None:
         f"{(peaks['with'] + weights) / (peaks['without'] + weights):.3f}",
         flush=True,
     )
+    start = f"vocabulary {vocabulary}, sets {name}"
+    return [
+        Figure(f"{start}: seconds with them over seconds without", ratio["median"]),
+        Figure(f"{start}: peak memory with them over without", peaks["with"] / peaks["without"]),
+    ]
 
 
 def main() -> None:
-    options = measuring.parser(__doc__, rounds=15, batch=4, prompt=64, completion=128, layers=4).parse_args()
+    parser = measuring.parser(__doc__, "small", rounds=15, batch=4, prompt=64, completion=128, layers=4)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
     measuring.heading(options)
+    figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        for vocabulary in MODELS:
+        for vocabulary in SMALL if options.small else LARGE:
             trainer = build(vocabulary, options, folder)
             for name in SETS:
-                compare(trainer, name, vocabulary, options.rounds)
+                figures += compare(trainer, name, vocabulary, options.rounds)
+    measuring.record(options.json, figures)
 
 
 if __name__ == "__main__":
