@@ -2,11 +2,12 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.tools import resumable
+from tests.tools import resumable, tiny
 
 STEPS = 12  # the end of the window after the third checkpoint
 
@@ -29,3 +30,15 @@ def test_a_run_killed_at_every_file_of_a_checkpoint(
         assert resumable.run("lora", models["moe"], output, max_steps=STEPS) == 0
         assert resumable.differences(expected, torch.load(output / "state.pt")) == []
     assert count > times
+
+
+def test_a_resume_keeps_the_learning_rate(models: dict[str, Path], tmp_path: Path) -> None:
+    """As docs/iterative.md says, and as the report's advice takes it."""
+
+    def rates(**options: Any) -> list[float]:
+        trainer = tiny.trainer(models["dense"], tmp_path, max_steps=6, **options)
+        trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
+        return [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+
+    assert rates(learning_rate=1e-2, save_strategy="steps", save_steps=4) == [1e-2] * 6
+    assert rates(learning_rate=1e-4, resume_from_checkpoint=str(tmp_path / "checkpoint-4")) == [1e-2] * 6
