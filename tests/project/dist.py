@@ -96,7 +96,10 @@ def main(python: str, wheel: Path, sdist: Path) -> None:
         assert Path(where.strip()).is_relative_to(Path(python).parents[1])
         version = wheel.name.split("-")[1]
         assert run("trl-steady", "--version").startswith(f"trl-steady {version}, trl ")
-        assert f"trl-steady version: {version}" in run("trl-steady", "env")
+        environment_of_user = run("trl-steady", "env")
+        assert f"trl-steady version: {version}" in environment_of_user
+        skill = Path(environment_of_user.strip().splitlines()[-1].split(": ")[1])
+        assert skill.is_relative_to(Path(python).parents[1]) and skill.is_file()
         assert "loss_type" in run("trl-steady", "methods")
         Path(folder, "typed.py").write_text(TYPED)
         run(sys.executable, "-m", "pyright", "--pythonpath", python, "typed.py")

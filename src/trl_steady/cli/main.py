@@ -8,11 +8,14 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn, cast
 
 from trl_steady import __version__
 from trl_steady.cli.mistakes import wrong_options
 
+SKILL = Path(__file__).parents[1] / ".agents/skills/trl-steady/SKILL.md"
+"""What a coding agent should know of trl-steady, where agents look for it in an installed package."""
 _HELP = """\
 usage: trl-steady COMMAND ...
 
@@ -26,7 +29,8 @@ usage: trl-steady COMMAND ...
   methods                                     list the methods that trl-steady adds, with settings, papers and docs
   schema [SCRIPT ...]                         print a JSON schema of the YAML files for --config, for editors; with the
                                               options that these scripts parse
-  env                                         list versions and devices, for bug reports
+  env                                         list versions and devices, for bug reports, and the path of the skill for
+                                              coding agents
 
 LAUNCH OPTIONS are those of `accelerate launch`, plus
   --set NAME=VALUE     set this option on every config of these trainers that the script builds; may be repeated
@@ -159,11 +163,11 @@ def methods() -> str:
 
 
 def env() -> str:
-    """Print the versions of TRL and of its packages for a bug report, and return that of trl-steady."""
+    """Print the versions of TRL and of its packages for a bug report, and return that of trl-steady, and its skill."""
     from trl.scripts.env import print_env
 
     print_env()
-    return f"- trl-steady version: {__version__}"
+    return f"- trl-steady version: {__version__}\n- trl-steady skill for coding agents: {SKILL}"
 
 
 _DRY_RUNS = ("--dry-run", "--dry-run=step")
