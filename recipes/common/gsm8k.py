@@ -162,7 +162,7 @@ def train(
         reward or accuracy_reward,
         args,
         problems,
-        test,
+        test.select(range(min(recipe.eval_questions or len(test), len(test)))),
         quantization_config=smollm2.nf4(double=args.use_vllm) if recipe.quantised else None,
         peft_config=recipe.adapter,
     )

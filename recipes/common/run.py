@@ -34,6 +34,9 @@ class RecipeArguments:
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapters; 0 trains the whole model."})
     lora_alpha: int = field(default=32, metadata={"help": "LoRA alpha: the scale of the adapters times their rank."})
     held_out: int = field(default=200, metadata={"help": "Number of held-out problems, the same for every seed."})
+    eval_questions: int | None = field(
+        default=None, metadata={"help": "Held-out questions of GSM8K in evaluations while training. By default, all."}
+    )
     samples: int = field(default=4, metadata={"help": "Answers to each held-out problem at the training temperature."})
     check_every: int = field(default=1, metadata={"help": "Rollouts between two checks on held-out problems."})
 

@@ -51,9 +51,13 @@ def hours(options: Any, args: Any, parameters: int) -> float:
     token = 0.1 if options.quantised else 0.05
     rollouts = steps * args.gradient_accumulation_steps / args.steps_per_generation
     writing = rollouts * args.max_completion_length * token
-    if args.use_vllm:
-        writing = answers * 300 / (8000 if large else 2000)
     batches = 2 * math.ceil(options.held_out / args.per_device_eval_batch_size)
+    evaluations = steps / args.eval_steps
+    if args.use_vllm:
+        written = answers + evaluations * options.eval_questions
+        writing = written * 300 / (8000 if large else 2000)
+    else:
+        batches += evaluations * math.ceil(options.eval_questions / args.per_device_eval_batch_size)
     return (passes + writing + batches * args.max_completion_length * token) / 3600
 
 
@@ -89,6 +93,15 @@ def test_the_readme_has_the_options_of_an_arm(recipes: Any, options: dict[str, A
         recipe.parse(recipes, name, **options)
 
 
+def few_of(model: Path) -> dict[str, Any]:
+    """Return options with which a config trains a tiny model on eight questions."""
+    few: dict[str, Any] = {"model_name": model, "model_init_kwargs": '{"dtype": "float32"}', "quantised": False}
+    few |= {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 2}
+    few |= {"max_completion_length": 8, "use_vllm": False, "held_out": 4, "per_device_eval_batch_size": 3}
+    few |= {"steps_per_generation": 1, "learning_rate": 0.01, "eval_steps": 1, "eval_questions": 3}
+    return few
+
+
 def test_a_config_trains_and_is_scored_before_and_after(
     recipes: Any, gsm8k: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,13 +114,13 @@ def test_a_config_trains_and_is_scored_before_and_after(
 
     real = recipes.evaluate.completions
     monkeypatch.setattr(recipes.evaluate, "completions", completions)
-    few: dict[str, Any] = {"model_name": gsm8k, "model_init_kwargs": '{"dtype": "float32"}', "quantised": False}
-    few |= {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 2}
-    few |= {"max_completion_length": 8, "use_vllm": False, "held_out": 4, "per_device_eval_batch_size": 3}
-    few |= {"steps_per_generation": 1, "learning_rate": 0.01}
+    few = few_of(gsm8k)
     results = recipe.run(recipes, "gsm8k/qwen2.5-0.5b", tmp_path, ref_model_sync_steps=1, **few)
     assert [refresh["step"] for refresh in results["refreshes"]] == [1]
     assert results["problems"] == {"training": 8, "held out": 4}
+    evaluated = [row for row in results["history"] if "eval_reward" in row]
+    assert [row["step"] for row in evaluated] == [1, 2]
+    assert [round(row["eval_runtime"] * row["eval_samples_per_second"]) for row in evaluated] == [3, 3]
     assert recipe.moved(tmp_path / "adapter", gsm8k) and "<svg" in (tmp_path / "report.html").read_text()
     assert [len(own) for own in asked] == [4, 4] and asked[0] != asked[1]
     right = {score: own.values() for score, own in results["right answers to each held-out problem"].items()}
@@ -117,3 +130,16 @@ def test_a_config_trains_and_is_scored_before_and_after(
     intervals = results["95 % intervals"]
     assert intervals["strict"]["before"] == (0, 0) and intervals["strict"]["after"] == intervals["lenient"]["before"]
     assert intervals["strict"]["after"][0] < 0.75 < intervals["strict"]["after"][1]
+
+
+@pytest.mark.slow
+def test_the_five_minutes_before_a_night_save_and_resume(
+    recipes: Any, gsm8k: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands of recipes/cluster/README.md, on a tiny model."""
+    few = {**few_of(gsm8k), "save_steps": 2, "eval_steps": 2, "max_completion_length": 4, "sync_ref_model": False}
+    recipe.run(recipes, "gsm8k/qwen2.5-7b-24gb", tmp_path, **few)
+    resumed = {**few, "max_steps": 4, "resume_from_checkpoint": "true"}
+    results = recipe.run(recipes, "gsm8k/qwen2.5-7b-24gb", tmp_path, **resumed)
+    assert "resumed from checkpoint-2 (step 2)" in capsys.readouterr().out
+    assert [row["step"] for row in results["history"] if "loss" in row] == [1, 2, 3, 4]
