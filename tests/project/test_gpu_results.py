@@ -6,6 +6,8 @@ import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +120,19 @@ def test_a_machine_without_a_gpu_gets_one_line(
 
 def test_the_driver_is_asked_as_torch_asks_it() -> None:
     assert bool(command.devices()) == torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(("status", "found"), [(0, 2), (100, 0)])
+def test_devices_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch, status: int, found: int) -> None:
+    """100 is CUDA's error for no device."""
+
+    def count(pointer: Any) -> int:
+        pointer._obj.value = 2
+        return 0
+
+    driver = SimpleNamespace(cuInit=lambda flags: status, cuDeviceGetCount=count)
+    monkeypatch.setattr(command.ctypes, "CDLL", lambda name: driver)
+    assert command.devices() == found
 
 
 def test_the_parts_are_those_of_the_block() -> None:
