@@ -67,7 +67,7 @@ SHOWN = CHECKED | {
     "reward": Figure("Reward of the rollout", "reward", ".2f"),
     "kl": Figure("KL of the log", "KL", ".3f"),
     "sampling_mask/kept_mass": Figure("Kept mass", "kept mass", ".3f"),
-    "rerouted": Figure("Engine's experts that are not the policy's", "experts that differ", ".1%"),
+    "rerouted": Figure("Experts that differ, share", "experts that differ", ".1%"),
     "weight": Figure("Weight of the correction, mean", "weight", ".2g"),
     "clip_ratio/region_mean": Figure("Clipped tokens, share", "clipped", ".2%"),
     "changed": Figure("Experts that change in a rollout, share", "experts changed", ".1%"),

@@ -57,7 +57,8 @@ def test_a_block_of_settings_builds_a_config(block: Block, tmp_path: Path, monke
     # bf16 is TRL's default, and transformers wants a GPU for it; no model runs here
     monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
     args = run(block)["args"]
-    assert args.loss_type == "gspo" and not args.is_on_policy
+    assert args.is_on_policy == ("steps_per_generation" not in block.source)
+    assert args.loss_type == ("gspo" if "loss_type" in block.source else "dapo")
 
 
 @pytest.mark.parametrize("block", [*FRAGMENTS, *ELSEWHERE], ids=str)
