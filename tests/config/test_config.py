@@ -76,6 +76,7 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         "skip_nonfinite_steps": 3,
     }
     added |= {"dynamic_sampling_max_rounds": 3, "dynamic_sampling_filter": "zero_std"}
+    added |= {"teacher": None, "teacher_coef": 0.5, "teacher_mode": "weight", "teacher_prompt": None}
     added |= {"dppo_divergence": "tv", "sampler_penalty": 0.0, "m2po_budget": 0.04}
     assert ours.to_dict() == {**theirs.to_dict(), **added}
     assert trl_steady.GRPOConfig.loss_type == trl.GRPOConfig.loss_type
@@ -284,6 +285,23 @@ def test_the_table_has_every_option_of_ours() -> None:
             r"quantization='fp8', and a quantised .*set vllm_adapter_sync=True",
         ),
         ({"async_generate": True}, r"async_generate=True does not work with use_vllm=False.*Set use_vllm=True"),
+        ({"teacher": "m"}, r"teacher='m' does not work with loss_type='gspo', .*Set loss_type='gspo_token'"),
+        (
+            {"teacher": "http://t", "temperature": 0.7, "loss_type": "grpo"},
+            r"teacher='http://t' scores at temperature 1 .*Set temperature=1\.0",
+        ),
+        (
+            {"teacher": "https://t", "keep_sampling_mask": True, "top_p": 0.9, "loss_type": "grpo"},
+            r"teacher='https://t' scores .*keep_sampling_mask=False",
+        ),
+        (
+            {"teacher": "reference", "sync_ref_model": True, "ref_model_sync_kl": 0.1, "loss_type": "grpo"},
+            r"ref_model_sync_kl=0\.1 does not work with beta=0\.0",
+        ),
+        (
+            {"skip_old_pass": True, "teacher": "m", "loss_type": "grpo", **ON_POLICY},
+            r"skip_old_pass=True does not work with teacher='m', which",
+        ),
         ({"async_generate": True, "use_vllm": True}, r"does not work with use_vllm=True, vllm_mode='colocate'"),
     ],
     ids=str,
@@ -310,6 +328,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, options:
         ({"skip_nonfinite_steps": 5, "optim": "lomo"}, r"skip_nonfinite_steps=5 has no effect because optim='lomo'"),
         ({"kl_ratio_denominator": "sampler"}, r"has no effect because beta=0\.0"),
         ({"beta_column": "strength"}, r"beta_column='strength' has no effect because beta=0\.0"),
+        ({"teacher_mode": "add"}, r"teacher_mode='add' has no effect because teacher=None\. Set teacher,"),
         (
             {"kl_ratio_denominator": "sampler", "beta": 0.1, "use_bias_correction_kl": False},
             r"='sampler' has no effect because use_bias_correction_kl=False",

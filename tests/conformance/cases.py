@@ -19,6 +19,8 @@ from trl_steady.losses import LOSSES
 
 MIXTURE: dict[str, Any] = {"model": "moe", "lora": True, "router_aux_loss_coef": 0.0}
 MOVING: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
+SOLVED = tiny.dataset(32).map(lambda row: {"solution": f"{row['prompt']} (it is so) {row['prompt']}"})
+TAUGHT: dict[str, Any] = {"teacher": "gpt2", "teacher_mode": "add"}
 BY_ROW = tiny.dataset(32).add_column("strength", [0.0, 2.0, 0.5, 1.0] * 8)
 PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1}
 
@@ -100,6 +102,16 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "reward_model": {
         "retrained": {"lora": True, **MOVING, "build": {"reward_funcs": RewardAdapter}, "then": retrain},
+    },
+    "teacher": {
+        "add": TAUGHT,
+        "weight": {**TAUGHT, "teacher_mode": "weight", "build": {"reward_funcs": by_prompt}},
+        "moving": {**MOVING, **TAUGHT, "teacher": "reference"},
+        "privileged": {
+            **{"teacher": "reference", "beta": 0.0, "lora": True, "teacher_coef": 1.0},
+            **{"teacher_prompt": "solution", "build": {"train_dataset": SOLVED}},
+        },
+        "PPO": {**PPO, **TAUGHT},
     },
     "training_report": {"training_report": {"training_report": True}},
 }

@@ -19,6 +19,8 @@ def build(models: dict[str, Path], request: pytest.FixtureRequest, tmp_path: Pat
 
     def build(feature: str, case: str, **further: Any) -> Any:
         options = {**WINDOW, **cases.options(feature, case), **further}
+        if options.get("teacher") in models:
+            options["teacher"] = str(models[options["teacher"]])
         name, then = options.pop("model"), options.pop("then", lambda _: None)
         model = wide.load(request.getfixturevalue("wide"), name) if name in wide.BASES else models[name]
         torch.manual_seed(0)

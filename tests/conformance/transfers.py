@@ -59,6 +59,11 @@ ROWS: dict[str, dict[str, int | dict[str, int]]] = {
         "rollout": 4,  # scores, which TRL takes as numbers; lengths; metrics
         "refresh": {"run": 1, "batch": 1, "measured batch": 2},
     },
+    "teacher/add": {"rollout": 1},  # the table
+    "teacher/weight": {"rollout": 2},  # which sequences have an advantage; the table
+    "teacher/moving": {"rollout": 1},
+    "teacher/privileged": {"rollout": 3},  # the same two, and the lengths of the teacher's prompts
+    "teacher/PPO": CRITIC,
     "training_report/training_report": {"rollout": 6},  # some answers are kept as text
     "further/a KL with dr_grpo": QUANTILES,
     "further/a KL with luspo": QUANTILES,

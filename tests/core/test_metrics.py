@@ -234,6 +234,16 @@ def test_means_over_processes_are_those_of_their_means_as_trls() -> None:
     assert trainer.logged_values["train"] == {"lowest": [0.0], "mean": [4.0], "highest": [10.0]}
 
 
+def test_a_rare_mean_of_nothing_is_not_logged() -> None:
+    trainer = Source()
+    metrics = Metrics(trainer)
+    values = torch.tensor([1.0, 3.0])
+    for counts in (False, True):
+        metrics.pooled(rare_means={"rare": (values, torch.full((2,), counts))})
+        metrics.log({"loss": 0.0}, is_collective=True)
+        assert trainer.logged_values["train"].get("rare") == ([2.0] if counts else None)
+
+
 def test_extremes_over_processes_are_those_of_all_values() -> None:
     """One process has two micro-batches, another one has a single one, and the last has nothing that counts."""
 

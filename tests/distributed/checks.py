@@ -8,6 +8,8 @@ import torch
 from tests.distributed import train
 from tests.tools import resumable
 
+COMPARED = ("kl", "ratio/sequence", "reward", "dropped", "steps", "sampling_mask", "routing", "teacher")
+
 
 def marked(request: pytest.FixtureRequest, setup: str = "DDP") -> set[str]:
     """The features that a test says it shows in a setup."""
@@ -26,7 +28,7 @@ def check_histories(one: list[dict[str, float]], two: list[dict[str, float]]) ->
     for row_one, row_two in zip(one, two, strict=True):
         assert row_one.keys() == row_two.keys()
         for metric, value in row_one.items():
-            if metric.startswith(("kl", "ratio/sequence", "reward", "dropped", "steps", "sampling_mask", "routing")):
+            if metric.startswith(COMPARED):
                 if metric == "routing/bytes":  # each pads to its own longest
                     continue
                 assert row_two[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric

@@ -112,10 +112,10 @@ FIXED: dict[str, dict[str, Any]] = {
 
 CONFORMANCE: dict[str, dict[str, Any]] = {
     f"{feature}, {case}": {"shows": [], **options}
-    for feature in ("policy_loss", "skip_old_pass", "step_rewards", "advantages")
+    for feature in ("policy_loss", "skip_old_pass", "step_rewards", "advantages", "teacher")
     for case, options in CASES[feature].items()
     # BNPO divides by the tokens of a micro-batch, and M2PO chooses among them
-    if case not in ("bnpo", "m2po", "RLOO", "process", *FIXED)
+    if case not in ("bnpo", "m2po", "RLOO", "process", "PPO", *FIXED)
 }
 """The rows of the conformance suite that are not among the runs above."""
 

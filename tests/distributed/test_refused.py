@@ -29,6 +29,7 @@ REWARD_MODEL: dict[str, Any] = {"build": {"reward_funcs": RewardAdapter()}}
 @pytest.mark.refuses("PPO, full", on="FSDP2")
 @pytest.mark.refuses("PPO, LoRA", on="FSDP2", where="under version 1 of FSDP")
 @pytest.mark.refuses("reward model, full", "reward model, LoRA", on=("ZeRO-2", "ZeRO-3", "FSDP2"))
+@pytest.mark.refuses("teacher", on=("FSDP2", "ZeRO-2", "ZeRO-3"), where="for a model or an adapter")
 @pytest.mark.parametrize(
     ("setup", "works", "refused", "message"),
     [
@@ -96,6 +97,20 @@ REWARD_MODEL: dict[str, Any] = {"build": {"reward_funcs": RewardAdapter()}}
             LORA | REWARD_MODEL,
             "RewardAdapter .*FSDP.* Use DDP",
             id="a reward model with FSDP",
+        ),
+        pytest.param(
+            {"fsdp_version": 2},
+            {"teacher": "reference", "beta": 0.04},
+            {"teacher": "a model"},
+            "teacher='a model' .*FSDP.* Use a server, 'reference' or DDP",
+            id="a teacher with FSDP",
+        ),
+        pytest.param(
+            {"stage": 2},
+            LORA | {"teacher": "reference"},
+            LORA | {"teacher": "an adapter"},
+            "teacher='an adapter' .*DeepSpeed.* Use a server, 'reference' or DDP",
+            id="a teacher with DeepSpeed",
         ),
     ],
 )

@@ -76,11 +76,14 @@ def test_two_processes_train_as_one_does(
     assert [process["rows"] for process in (alone["gspo"], *together["gspo"])] == [{1}] * 3  # laid end to end
 
 
+@pytest.mark.supports("teacher", on="DDP")
 def test_two_processes_pass_the_rows_of_the_conformance_suite(models: dict[str, Path], tmp_path: Path) -> None:
     alone = train.alone(train.CONFORMANCE, models, tmp_path / "one")
     together = train.together(train.CONFORMANCE, models, tmp_path / "two")
     for run in train.CONFORMANCE:
         check_close(run, alone[run]["parameters"], together[run][0]["parameters"])
+        if run.startswith("teacher"):
+            check_histories(alone[run]["history"], together[run][0]["history"])
 
 
 @pytest.mark.supports("RLOO", on="DDP")

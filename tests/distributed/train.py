@@ -153,6 +153,8 @@ def fixed(run: str, models: dict[str, Any], output: Path) -> dict[str, Any]:
     }
     if options.get("method") != "RLOO":
         options["build"] = {"rollout_func": rollout, **options.get("build", {})}
+    if options.get("teacher") in models:
+        options["teacher"] = str(models[options["teacher"]])
     del options["shows"]
     base, momentum = options.pop("base", None), options.pop("momentum", None)
     then = options.pop("then", None)

@@ -31,6 +31,7 @@ FEATURES = {
     "masks": "`off_policy_mask_threshold`, `geometric_mask_range`, `token_veto_threshold`",
     "step rewards": "`StepRewards`",
     "group rewards": "`GroupReward`",
+    "teacher": "`teacher`",
     "moving reference, full": "`sync_ref_model`, full fine-tuning",
     "moving reference, LoRA": "`sync_ref_model`, LoRA",
     "moving reference, quantised base": "`sync_ref_model`, LoRA (NF4 base)",

@@ -60,6 +60,7 @@ def healthy(seed: int, steps: int = 400) -> list[dict[str, float]]:
         row |= {
             "mismatch/effective_sample_size": 1 - noisy(3e-3, 0.3),
             "value/explained_variance": share(0.2 + 0.6 * done),
+            "teacher/kl": 0.4 - 0.2 * done,
         }
         row |= {
             "sampling/sampling_logp_difference/mean": noisy(0.01, 0.3),

@@ -159,6 +159,13 @@ PLANTS = {
     "kl-rises": Plant(
         from_start(kl=lambda row: 0.05 + 2 * late(row), **WORSE), START + 100, SLOW, "beta", without=STILL
     ),
+    "teacher-left": Plant(
+        from_start(teacher__kl=lambda row: 0.3 + 2 * late(row), **WORSE),
+        START + 100,
+        SLOW,
+        "teacher_coef",
+        without=STILL,
+    ),
     # the reward gains 0.38 from the first sixth to the last, and beta * KL is 0.4 of it at a KL of 0.004 * 310 tokens
     # (0.3 * 0.004 * 310 * a spread of 0.4 = 0.15), at step 26
     "kl-holds": Plant(

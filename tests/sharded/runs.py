@@ -82,12 +82,20 @@ RUNS: dict[str, Run] = {
         "steps_per_generation": 4,
     },
     "steps": {
-        "shows": ["gspo_token", "step rewards", "moving reference, LoRA", "share_prompts", "KL corrections"],
+        "shows": [
+            "gspo_token",
+            "step rewards",
+            "moving reference, LoRA",
+            "share_prompts",
+            "KL corrections",
+            "teacher",
+        ],
         "loss_type": "gspo_token",
         "kl_estimator": "k2",
         "share_prompts": True,
         **MOVING,
         "lora": True,
+        **{"teacher": "reference", "teacher_prompt": "prompt"},  # a pass of its own
         "build": {"reward_funcs": in_steps},
     },
     "engine": {

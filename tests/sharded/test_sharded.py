@@ -92,7 +92,7 @@ def engines(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPa
     "router_replay R3", "keep_sampling_mask", "trim_padding", on=("FSDP2", "ZeRO-2", "ZeRO-3"), only="CPU"
 )
 @pytest.mark.supports(
-    "share_prompts", "skip_zero_weight", "exact resume", on=("FSDP2", "ZeRO-2", "ZeRO-3"), only="CPU"
+    "share_prompts", "skip_zero_weight", "teacher", "exact resume", on=("FSDP2", "ZeRO-2", "ZeRO-3"), only="CPU"
 )
 @pytest.mark.supports("ref_model_sync_reset_optimizer", "token_budget", on="FSDP2", only="CPU")
 @pytest.mark.supports("adapter_dtype", "PPO, LoRA", "PPO, quantised base", on=("FSDP2", "ZeRO-2"), only="CPU")

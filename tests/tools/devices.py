@@ -224,6 +224,7 @@ def on_gpu(trainer: Any) -> Iterator[PretendedGPU]:
     """Have a trainer that was built for the CPU train on a pretended GPU."""
     scorers = [held for feature in trainer.features for held in vars(feature).values() if isinstance(held, Scorer)]
     models = [trainer.model, trainer.ref_model, *(part for each in scorers for part in (each.backbone, each.head))]
+    models += [held for part in trainer.features for held in vars(part).values() if isinstance(held, torch.nn.Module)]
     states: list[Any] = [AcceleratorState._shared_state, PartialState._shared_state]
     with pretended_gpu() as gpu, ExitStack() as stack:
         to_gpu(*(model for model in models if model is not None))

@@ -98,6 +98,10 @@ OTHERS: dict[str, Any] = {
     "kl_estimator": "k2",
     "beta_column": "prompt",
     "dynamic_sampling": True,
+    "teacher": "reference",
+    "teacher_coef": 0.1,
+    "teacher_mode": "add",
+    "teacher_prompt": "prompt",
 }
 
 

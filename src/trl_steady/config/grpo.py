@@ -7,9 +7,10 @@ needs the same value. `PolicyLoss` in `features/policy_loss.py` reads the option
 """
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from trl import GRPOConfig as _TRLConfig  # by name, because `trl-steady run` replaces it in `trl`
 
@@ -19,7 +20,9 @@ from trl_steady.config.options import (
     COEFFICIENT,
     COLUMN,
     IN_ROLLOUT,
+    MODEL,
     NOT_NEGATIVE,
+    PROMPTS,
     Idle,
     Needs,
     Range,
@@ -27,6 +30,11 @@ from trl_steady.config.options import (
 )
 from trl_steady.config.shared import SharedOptions
 from trl_steady.losses import LOSSES, Loss
+
+if TYPE_CHECKING:
+    _Prompt = str | Callable[[Mapping[str, Any]], Any]
+else:
+    _Prompt = str  # for TRL's parser, which knows no such union
 
 _LOSS = Range(  # a script may add some
     LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": list(LOSSES)}
@@ -139,6 +147,28 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         "baseline (arXiv 2602.07078), a mean of the group's rewards for each token, in which answers weigh by the "
         "squared gradients of their log-probs up to there.",
     )
+    teacher: Annotated[str | None, MODEL, IN_ROLLOUT] = option(
+        None,
+        "A model that scores the sampled tokens: its name or path, the folder of a PEFT adapter (with PEFT, it is "
+        'loaded beside the policy\'s, on the same base), `"reference"` (the reference as it moves, also with '
+        '`beta=0`), or the address of a server, such as `"http://localhost:8000"` (vLLM, or another whose '
+        "`/v1/completions` has `echo` and `logprobs`). None: no teacher.",
+    )
+    teacher_coef: Annotated[float, COEFFICIENT, Needs("teacher"), IN_ROLLOUT] = option(
+        0.5, "Strength of the `teacher`: see `teacher_mode`. 0: only measure how far it is."
+    )
+    teacher_mode: Annotated[Literal["add", "weight"], Needs("teacher"), IN_ROLLOUT] = option(
+        "weight",
+        "What the `teacher` does to a token's advantage A, with d = log teacher - log old policy. "
+        '`"add"`: A + coef d (on-policy distillation). `"weight"`: A ((1 - coef) + coef clip(exp(sign(A) d), 0.8, '
+        "1.2)), so that rewards give the sign, and the teacher the size (RLSD, arXiv 2604.03128).",
+    )
+    teacher_prompt: Annotated[_Prompt | None, PROMPTS, Needs("teacher"), IN_ROLLOUT] = option(
+        None,
+        "The prompt that the `teacher` reads in place of the policy's, for example with the solution in it: the name "
+        "of a column, or a function of a row (a dictionary) that returns a text or a conversation. None: the policy's "
+        "prompt.",
+    )
     step_advantage: Annotated[Literal["process", "return_to_go"], IN_ROLLOUT] = option(
         "return_to_go",
         'Formula for the advantages when reward functions return `StepRewards`. `"process"` (DeepSeekMath, arXiv '
@@ -169,6 +199,8 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         return reasons
 
     def _fill_unset(self) -> None:
+        if self.teacher is not None:
+            self.teacher = os.fspath(self.teacher)
         loss = self.loss
         if self.epsilon is None:
             epsilon = loss.epsilon
@@ -199,11 +231,39 @@ class GRPOConfig(SharedOptions, _TRLConfig):
                 f"importance_sampling_level={self.importance_sampling_level!r} contradicts loss_type="
                 f"{self.loss_type!r}, which is {self.loss.level!r}. Leave importance_sampling_level unset."
             )
-        if self.advantage_baseline == "token" and self.METHOD == "GRPO" and not self._takes_token_advantages:
+        for name, off in (("advantage_baseline", "group"), ("teacher", None)):
+            if getattr(self, name) != off and self.METHOD == "GRPO" and not self._takes_token_advantages:
+                yield (
+                    f"{name}={getattr(self, name)!r} does not work with loss_type={self.loss_type!r}, whose ratio is "
+                    "of sequences. Set loss_type='gspo_token', or leave it unset."
+                )
+        if self.teacher_is_server and (self.temperature != 1 or self.keep_sampling_mask):
             yield (
-                f"advantage_baseline='token' does not work with loss_type={self.loss_type!r}, whose ratio is of "
-                "sequences. Set loss_type='gspo_token', or leave it unset."
+                f"teacher={self.teacher!r} scores at temperature 1 and over the whole vocabulary. Set temperature=1.0 "
+                "and keep_sampling_mask=False, or load the teacher here."
             )
+        if self.ref_model_sync_kl and not self.beta and self.teacher and self.METHOD == "GRPO":
+            yield (
+                f"ref_model_sync_kl={self.ref_model_sync_kl} does not work with beta=0.0: no KL is measured. Set beta "
+                "above 0, or leave it unset."
+            )
+
+    @property
+    def teacher_is_server(self) -> bool:
+        """True if the teacher is behind an address."""
+        return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the policy is compared with a reference."""
+        return super().has_reference or self.teacher == "reference"
+
+    @property
+    def why_old_pass(self) -> str | None:
+        """Setting with which a rollout needs its pass of the old policy; None without one."""
+        if self.teacher:
+            return f"teacher={self.teacher!r}, which is compared with these log-probs"
+        return super().why_old_pass
 
     @property
     def doubts(self) -> list[str]:

@@ -6,6 +6,7 @@ name: Annotated[float | None, POSITIVE, Needs("sync_ref_model"), IN_ROLLOUT] = o
 import inspect
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
 from difflib import get_close_matches
@@ -55,12 +56,22 @@ class InRollout:
 IN_ROLLOUT = InRollout()
 
 
+def _has_name(function: Callable[..., Any]) -> bool:
+    return "<" not in getattr(function, "__qualname__", "")  # pickle, with which checkpoints save it, needs a name
+
+
 def _is_filter(value: Any) -> bool:
     if callable(value):
-        return "<" not in getattr(value, "__qualname__", "")  # pickle, with which checkpoints save it, needs a name
+        return _has_name(value)
     if isinstance(value, str):
         return value in ("zero_std", "reward_variance")
     return len(value) == 2 and value[0] < value[1]
+
+
+def _is_prompt(value: Any) -> bool:
+    if callable(value):
+        return _has_name(value)
+    return bool(str.strip(value))
 
 
 def _is_engine_arguments(value: Any) -> bool:
@@ -124,6 +135,8 @@ _SAMPLING = {
 SAMPLING = Range(
     _is_sampling, f"a dict with valid values of some of {', '.join(_SAMPLING)} and greedy", {"pattern": r"^\{"}
 )
+PROMPTS = Range(_is_prompt, "the name of a column, or a function that is not inside another one", {"minLength": 1})
+MODEL = Range(lambda value: bool(os.fspath(value)), "a name or path, 'reference', or the address of a server")
 ENGINE_ARGUMENTS = Range(_is_engine_arguments, "a dict of arguments of vllm.LLM, or JSON of one", {"pattern": r"^\{"})
 
 

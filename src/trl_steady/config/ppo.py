@@ -152,4 +152,4 @@ class PPOConfig(GRPOConfig):
     @property
     def has_reference(self) -> bool:
         """True if the policy is compared with a reference."""
-        return self.beta != 0 or self.kl_coef != 0
+        return super().has_reference or self.kl_coef != 0

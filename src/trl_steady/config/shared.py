@@ -290,9 +290,10 @@ class SharedOptions(EvaluationOptions):
         options = super().to_dict()
         if isinstance(self.eval_metrics, Functions):
             options["eval_metrics"] = self.eval_metrics.names
-        chosen = options["dynamic_sampling_filter"]
-        if callable(chosen):
-            options["dynamic_sampling_filter"] = getattr(chosen, "__name__", repr(chosen))
+        for name in ("dynamic_sampling_filter", "teacher_prompt"):
+            chosen = options.get(name)
+            if callable(chosen):
+                options[name] = getattr(chosen, "__name__", repr(chosen))
         return options
 
     is_of_our_trainer = False  # not an option, without an annotation

@@ -83,6 +83,7 @@ class Metrics:
         self,
         *,
         means: Mapping[str, Masked] | None = None,
+        rare_means: Mapping[str, Masked] | None = None,
         minima: Mapping[str, Masked] | None = None,
         maxima: Mapping[str, Masked] | None = None,
         sums: Mapping[str, Tensor] | None = None,
@@ -92,7 +93,8 @@ class Metrics:
         """Add samples whose statistics over all processes and micro-batches are logged next time.
 
         Args:
-            means: name -> values. Their mean is logged.
+            means: name -> values. Their mean is logged, NaN if none count.
+            rare_means: name -> values. Their mean is logged if any count.
             minima: name -> values. The least is logged.
             maxima: name -> values. The greatest is logged.
             sums: name -> (2,) a sum of values and their number. The mean is logged.
@@ -101,6 +103,8 @@ class Metrics:
         """
         for name, (values, mask) in (means or {}).items():
             self._add_samples(("mean", name), pooling.mean_totals, values, mask)
+        for name, (values, mask) in (rare_means or {}).items():
+            self._add_samples(("rare mean", name), pooling.mean_totals, values, mask)
         for name, (values, mask) in (minima or {}).items():
             self._add_samples(("min", name), pooling.greatest, -values, mask)
         for name, (values, mask) in (maxima or {}).items():
@@ -236,6 +240,9 @@ def _summary(pool: _Pool) -> Iterator[tuple[str, float]]:
     for (kind, name), totals in pool.items():
         if kind == "mean":
             yield name, pooling.mean(totals)
+        elif kind == "rare mean":
+            if totals[1]:
+                yield name, pooling.mean(totals)
         elif kind == "size":
             yield name, pooling.effective_sample_size(totals)
         elif kind in _SIGNS:

@@ -1,4 +1,4 @@
-"""The advantages of a rollout: of groups, steps or a critic, then their scale, their baseline and a script's own.
+"""The advantages of a rollout: of groups, steps or a critic, their scale and baseline, a script's own, a teacher's.
 
 Read `Advantages.on_rollout_end`. A new way to make advantages is a branch there, and an option.
 """
@@ -16,6 +16,7 @@ from trl_steady.core.feature import Feature
 from trl_steady.core.processes import own_rows
 from trl_steady.core.types import ForwardPass, LogProbs, Rollout
 from trl_steady.features.step_rewards.feature import StepRewardsFeature
+from trl_steady.features.teacher.feature import Teacher
 from trl_steady.functional import advantages
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import energies_as_entropies
@@ -39,6 +40,7 @@ class Advantages(Feature):
     _step_formula: str | None = None
     _divides_by_mean = False
     _has_token_baseline = False
+    _has_teacher = False
 
     def on_init_end(self) -> None:
         """Read the options. Refuse a token baseline on a model whose head cannot be replaced."""
@@ -48,6 +50,7 @@ class Advantages(Feature):
             self._step_formula = args.step_advantage
             self._divides_by_mean = args.scale_rewards == "mean"
             self._has_token_baseline = args.advantage_baseline == "token"
+        self._has_teacher = isinstance(args, GRPOConfig) and args.teacher is not None
         if self._has_token_baseline and models.compiles(self.trainer):
             self.refuse(_TOKEN_BASELINE, "torch.compile would trace TRL's fused LM head")
 
@@ -106,6 +109,8 @@ class Advantages(Feature):
         if own_methods:
             returned = self.trainer.advantages(rollout)
             rollout.samples["advantages"] = self._checked(own_methods[0], returned, rollout)
+        if self._has_teacher:
+            rollout.samples["advantages"] = self.trainer.feature(Teacher).taught(rollout)
 
         if rollout.advantages is not before or self.args.METHOD == "PPO":
             log_advantages(self.trainer, rollout.advantages, rollout.is_sampled)

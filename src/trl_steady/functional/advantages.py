@@ -214,6 +214,36 @@ def token_baseline(advantages: Tensor, energies: Tensor, *, group_size: int) -> 
     return by_token.view_as(energies).where(is_token, 0)
 
 
+def with_teacher(advantages: Tensor, log_ratio: Tensor, *, mode: str, coef: float) -> Tensor:
+    """Return advantages with a teacher's part, from d = log π_T - log π_old of the sampled tokens.
+
+    - `"add"`: A + coef d, the sampled reverse KL as a reward of tokens (on-policy distillation).
+    - `"weight"`: A ((1 - coef) + coef clip(exp(sign(A) d), 0.8, 1.2)) of RLSD (arXiv 2604.03128, equations 13 to 15).
+      The sign of A stays.
+
+    Args:
+        advantages: (B,) or (B, T).
+        log_ratio: (B, T) d, in nats; 0 where the teacher has no part.
+        mode: `"add"` or `"weight"`.
+        coef: 0 or above.
+
+    Returns:
+        (B, T).
+
+    >>> advantages, log_ratio = torch.tensor([1.0, -2.0]), torch.tensor([[0.1, 9.0], [0.1, -9.0]])
+    >>> with_teacher(advantages, log_ratio, mode="add", coef=0.5).tolist()
+    [[1.0499999523162842, 5.5], [-1.9500000476837158, -6.5]]
+    >>> with_teacher(advantages, log_ratio, mode="weight", coef=0.5).mul(1e3).round().tolist()
+    [[1053.0, 1100.0], [-1905.0, -2200.0]]
+    """
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
+    if mode == "add":
+        return advantages + coef * log_ratio
+    weights = (advantages.sign() * log_ratio).exp().clamp(0.8, 1.2)
+    return advantages * (1 - coef + coef * weights)
+
+
 def per_token(advantages: Tensor, ends: Tensor, tokens: int) -> Tensor:
     """Return each token's advantage: that of the first step that ends after the token, or 0 if there is none.
 

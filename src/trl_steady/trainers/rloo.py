@@ -10,6 +10,7 @@ from trl_steady.features.critic.feature import Critic
 from trl_steady.features.generate_ahead import GenerateAhead
 from trl_steady.features.policy_loss import PolicyLoss
 from trl_steady.features.pretraining_loss import PretrainingLoss
+from trl_steady.features.teacher.feature import Teacher
 from trl_steady.trainers.base import SteadyTrainer
 from trl_steady.trainers.order import without
 
@@ -31,7 +32,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):  # pyright: ignore[reportInco
         ValueError: As for `trl_steady.GRPOTrainer`, except for what concerns losses and engines' log-probs.
     """
 
-    FEATURES = without(Critic, PretrainingLoss, GenerateAhead, PolicyLoss)
+    FEATURES = without(Critic, PretrainingLoss, Teacher, GenerateAhead, PolicyLoss)
     CONFIG = RLOOConfig
     args: RLOOConfig
 

@@ -29,6 +29,11 @@ def record_prompts(trainer: Trainer, record: Callable[[list[list[int]]], None]) 
     return patched(trainer, {"_generate": generate_and_record})  # the one method that returns them
 
 
+def tokenize_prompts(trainer: Trainer, prompts: list[Any]) -> list[list[int]]:
+    """Return the token ids of texts or conversations, with the chat template and the tools of rollouts."""
+    return as_trl_trainer(trainer)._tokenize_prompts(prompts)[0]
+
+
 def collate_rows(trainer: Trainer, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of the training set as TRL's data loader hands them to a rollout."""
     collate = as_trl_trainer(trainer)._get_collator_with_removed_columns(

@@ -31,7 +31,7 @@ from trl_steady.trl_bridge.patching import patched, replace
 
 # names of adapters on one model; TRL takes the second as the reference
 POLICY_ADAPTER, REFERENCE_ADAPTER = "default", "ref"
-REWARD_ADAPTER, VALUE_ADAPTER = "reward", "value"
+REWARD_ADAPTER, VALUE_ADAPTER, TEACHER_ADAPTER = "reward", "value", "teacher"
 
 _OF_TRANSFORMERS = ("every_n_layers", "offload")  # of `gradient_checkpointing_kwargs`; the others are torch's
 

@@ -75,9 +75,10 @@ def _wrong_columns(trainer: Trainer, set_name: str, dataset: Any) -> list[str]:
     if "prompt" not in columns:
         rename = f"{set_name}.rename_column({columns[0]!r}, 'prompt')"
         messages.append(f"{set_name} has no column 'prompt', but {', '.join(columns)}. Rename one: {rename}.")
-    beta_column = getattr(trainer.args, "beta_column", None)
-    if beta_column is not None and beta_column not in columns:
-        messages.append(f"{set_name} has no column {beta_column!r}, but {', '.join(columns)}. Set beta_column to one.")
+    for option in ("beta_column", "teacher_prompt"):
+        column = getattr(trainer.args, option, None)
+        if isinstance(column, str) and column not in columns:
+            messages.append(f"{set_name} has no column {column!r}, but {', '.join(columns)}. Set {option} to one.")
     passed = list(PASSED)
     passed += [name for name in columns if name not in ("prompt", "completion")]
     passes = "TRL passes"

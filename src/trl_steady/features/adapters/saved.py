@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers.utils import CONFIG_NAME
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
-from trl_steady.features.adapters.base_model import base_changing_init
+from trl_steady.core.feature import warn_user
+from trl_steady.features.adapters.base_model import BaseModel, base_changing_init
 from trl_steady.trl_bridge.models import is_lora_parameter, keep_random_state
 from trl_steady.trl_bridge.window import as_json
 
@@ -84,6 +85,17 @@ def refuse_other_adapter(model: PeftModel, checkpoint: Path) -> None:
     now["tensors"] = sorted(differing & own_names)[:2]
     same_names = bool(saved_names) and own_names == saved_names
     refuse_other_settings(before, now, checkpoint, same_names=same_names)
+
+
+def warn_of_other_base(config: PeftConfig, base: BaseModel, name: str) -> None:
+    """Warn if an adapter was trained on a base of another name or path than the policy's."""
+    trained_on = config.base_model_name_or_path
+    base_path = base.model.config.name_or_path
+    if trained_on and base_path and Path(trained_on).resolve() != Path(base_path).resolve():
+        warn_user(
+            f"the adapter {name!r} was trained on {trained_on!r}, and the base of the policy is {base_path!r}. If "
+            "that is another model, its values mean nothing."
+        )
 
 
 def unsaved_parameters(model: PeftModel) -> list[str]:

@@ -12,8 +12,9 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from trl_steady.config.ppo import PPOConfig
-from trl_steady.core.feature import Trainer, warn_user
+from trl_steady.core.feature import Trainer
 from trl_steady.features.adapters.base_model import BaseModel, base_changing_init
+from trl_steady.features.adapters.saved import warn_of_other_base
 from trl_steady.features.critic.model import HEAD, HEAD_WEIGHT, ScalarHeadModel
 from trl_steady.features.critic.saved import (
     SavedAdapter,
@@ -133,7 +134,7 @@ def build_adapter_model(
     is_copy = saved is None and peft_config is None
     if saved is not None:
         config = _adapter_config(saved[0], base, name)
-        _warn_of_other_base(saved[0], base, name)
+        warn_of_other_base(saved[0], base, name)
     else:
         config = _adapter_config(peft_config or policy_config, base, name)
     if base.changing_init is not None:  # PEFT changes these modules again when it loads the saved adapter
@@ -186,16 +187,6 @@ def _adapter_config(config: PeftConfig, base: BaseModel, name: str) -> LoraConfi
             "modules_to_save."
         )
     return config
-
-
-def _warn_of_other_base(config: LoraConfig, base: BaseModel, name: str) -> None:
-    trained_on = config.base_model_name_or_path
-    base_path = base.model.config.name_or_path
-    if trained_on and base_path and Path(trained_on).resolve() != Path(base_path).resolve():
-        warn_user(
-            f"the adapter {name!r} was trained on {trained_on!r}, and the base of the policy is {base_path!r}. If "
-            "that is another model, its values mean nothing."
-        )
 
 
 def build_whole_model(

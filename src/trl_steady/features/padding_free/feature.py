@@ -186,7 +186,7 @@ class PaddingFree(Feature):
         """Return the lengths of the sequences of a pass; None if there is padding between tokens."""
         mask, prompt_width = forward.attention_mask, forward.prompt_width
         known = None
-        if forward.role in ("policy", "value"):
+        if forward.role in ("policy", "value", "teacher"):
             known = forward.samples.get(_LENGTHS)
         if known is not None and len(known) == len(mask):
             lengths = list(map(Length._make, known))

@@ -166,7 +166,7 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 def _refuse(callback: ReferenceRefreshCallback) -> None:
     trainer = callback.trainer
     name, args = type(callback).__name__, trainer.args
-    if trainer.beta == 0.0 and not getattr(trainer, "kl_coef", 0.0):
+    if not getattr(args, "has_reference", trainer.beta != 0.0):
         raise ValueError(f"{name} has no effect with beta=0.0, because there is no reference. Set beta above 0.")
     has_other = any(isinstance(other, ReferenceRefreshCallback) for other in trainer.callback_handler.callbacks)
     if isinstance(trainer, FeatureTrainerMixin) != args.sync_ref_model or has_other:

@@ -1,14 +1,11 @@
 """Scores of completions by a reward model: the forward pass that its rollouts and its training share."""
 
-import functools
 from collections.abc import Sequence
 from typing import cast
 
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from trl_steady.core.devices import copy_async
+from trl_steady.core.devices import padded
 from trl_steady.core.feature import Trainer
 from trl_steady.features.critic.model import ScalarHeadModel
 from trl_steady.trl_bridge.models import text_tokenizer
@@ -41,17 +38,9 @@ class RewardScorer:
         # the score after a token is a critic's value of the next one
         longer = [[*ids, pad] for ids in completion_ids]
         samples: dict[str, Tensor] = {}
-        samples["prompt_ids"], samples["prompt_mask"] = _pad(prompt_ids, pad, "left", device)
-        samples["completion_ids"], samples["completion_mask"] = _pad(longer, pad, "right", device)
+        samples["prompt_ids"], samples["prompt_mask"] = padded(prompt_ids, pad, "left", device)
+        samples["completion_ids"], samples["completion_mask"] = padded(longer, pad, "right", device)
         with self.trainer.accelerator.autocast():
             values = self.trainer.values(self.model, samples, None, batch_size)
-        indices, is_step = _pad(ends, 0, "right", device)
+        indices, is_step = padded(ends, 0, "right", device)
         return values.gather(1, indices) * is_step
-
-
-def _pad(sequences: Sequence[Sequence[int]], value: int, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return sequences of numbers as a padded tensor, and its mask."""
-    tensors = [torch.as_tensor(sequence, dtype=torch.long) for sequence in sequences]
-    masks = list(map(torch.ones_like, tensors))
-    pad = functools.partial(pad_sequence, batch_first=True, padding_side=side)
-    return copy_async(pad(tensors, padding_value=value), device), copy_async(pad(masks), device)

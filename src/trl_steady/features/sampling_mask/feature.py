@@ -153,7 +153,7 @@ class SamplingMask(Feature):
     # a pass
 
     def around_forward(self, forward: ForwardPass, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
-        """Compute log-probs of policy and reference among the candidates of the rollout or micro-batch."""
+        """Compute log-probs of policy, reference and teacher among the candidates of the rollout or micro-batch."""
         if forward.role in ("value", "other"):
             return call_next(forward)
         candidates = self._forward_candidates(forward)
@@ -172,7 +172,7 @@ class SamplingMask(Feature):
 
         forward.wrap_model(wrap, needs_token_indices=True)
         log_probs = call_next(forward)
-        if forward.rollout is None:
+        if forward.role == "policy":
             self.trainer.metrics.pooled(sums={"sampling_mask/kept_mass": wrappers[0].kept_mass})
         return log_probs
 

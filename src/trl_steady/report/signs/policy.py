@@ -191,6 +191,11 @@ def _kl_nan_in_some(history: History) -> Found | None:
     return Found(int(steps[is_lost][0]), "kl", f"NaN in {lost} of {scored} logs")
 
 
+def teacher_left(history: History) -> Found | None:
+    """Find a KL to the teacher that doubles, and grows by half a nat, without a reward that rises."""
+    return grows(history, "teacher/kl", _NATS, floor=0.5, least=12)
+
+
 def kl_explodes(history: History) -> Found | None:
     """Find logs with a KL so large that the policy has nothing of the reference in them, whatever the reward does."""
     steps, values = history[mean_over_tokens(history, "kl")].finite
