@@ -174,15 +174,15 @@ class Digits:
         texts = ("".join(TOKENS[i] for i in ids) for ids in completion_ids)
         return [float(self.is_right(p, text)) for p, text in zip(problem, texts, strict=True)]
 
+    def worked(self) -> list[tuple[str, str]]:
+        """Return the worked examples that the warm start reads, pairs of prompt and answer."""
+        worked = draw(WORKED_STEPS * WORKED_BATCH)
+        read = worked[: round(self.share * len(worked))]
+        return [(self.prompt(problem), answer(problem)) for problem in read]
+
     def load(self, folder: Path, quantised: bool) -> Any:
         """Load the model from `start`, in float32. Make it first if it is missing."""
-
-        def worked() -> list[tuple[str, str]]:
-            problems = draw(WORKED_STEPS * WORKED_BATCH)
-            read = problems[: round(self.share * len(problems))]
-            return [(self.prompt(problem), answer(problem)) for problem in read]
-
-        return load_taught(self.start, folder, worked, dense=self.dense, balanced=self.balanced)
+        return load_taught(self.start, folder, self.worked, dense=self.dense, balanced=self.balanced)
 
     def split(self, held_out: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Return training and held-out problems, the same for every seed. The warm start uses none of them."""

@@ -72,6 +72,8 @@ SHOWN = CHECKED | {
     "clip_ratio/region_mean": Figure("Clipped tokens, share", "clipped", ".2%"),
     "changed": Figure("Experts that change in a rollout, share", "experts changed", ".1%"),
     "log_ratio_std": Figure("Standard deviation of the log-ratios", "log-ratios, std", ".3f"),
+    "teacher/kl": Figure("KL to the teacher, nats a token", "KL to teacher", ".3f"),
+    "teacher/agreement": Figure("Tokens where teacher and rewards agree, share", "agreement", ".1%"),
     "value/explained_variance": Figure("Variance that the critic explains, share", "explained", ".1%"),
 }
 USUAL = ("accuracy", "outside", "ess", "grad_norm")
