@@ -21,7 +21,7 @@ JOBS ?= 2
 PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-deepseekmath demo-tools
-.PHONY: demo-own-data demo-async eval
+.PHONY: demo-own-data demo-teacher demo-async eval
 .PHONY: test test-quick test-portable test-versions test-lowest test-next test-slow test-distributed test-sharded test-triton
 .PHONY: test-vllm test-gpu gpu test-installs check check-workflows dist docs bench format lock upgrade schema clean
 
@@ -51,6 +51,9 @@ demo-deepseekmath: $(VENV)/.recipes
 
 demo-tools: $(VENV)/.recipes
 	$(TRAIN) recipes/tools/train.py recipes/tools/drawers.yaml --seeds 0
+
+demo-teacher: $(VENV)/.recipes
+	$(TRAIN) recipes/teacher/train.py recipes/teacher/digits.yaml --seeds 0
 
 demo-own-data: $(VENV)/.recipes
 	$(TRAIN) recipes/common/smollm2.py outputs/smollm2-135m

@@ -99,10 +99,8 @@ OTHERS: dict[str, Any] = {
     "beta_column": "prompt",
     "dynamic_sampling": True,
     "teacher": "reference",
-    "teacher_coef": 0.1,
-    "teacher_mode": "add",
-    "teacher_prompt": "prompt",
 }
+OTHERS_OF_TEACHER = {"teacher": "a model", "teacher_coef": 0.1, "teacher_mode": "add", "teacher_prompt": "prompt"}
 
 
 def test_each_option_that_shapes_a_rollout_is_a_setting(models: dict[str, Path], tmp_path: Path) -> None:
@@ -111,6 +109,11 @@ def test_each_option_that_shapes_a_rollout_is_a_setting(models: dict[str, Path],
     for option, value in OTHERS.items():
         with patched(trainer.args, {option: value}):
             assert changed_settings(before, window_settings(trainer)) == [option]
+    with patched(trainer.args, {"teacher": "reference"}):
+        with_teacher = window_settings(trainer)
+        for option, value in OTHERS_OF_TEACHER.items():
+            with patched(trainer.args, {option: value}):
+                assert changed_settings(with_teacher, window_settings(trainer)) == [option]
     with patched(trainer, {"environment_factories": {None: agent.Calculator}}):
         assert changed_settings(before, window_settings(trainer)) == ["environment_factory"]
 

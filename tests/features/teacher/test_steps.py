@@ -153,7 +153,11 @@ def expected(case: Case, rollouts: Sequence[Sequence[Answer]], mode: str, coef: 
             taught = oracle.sequence_logps(case.teacher, case.prompts(answers), ids)
             reference = oracle.sequence_logps(case.teacher, prompts, ids) if beta else None
         of_tokens = oracle.teacher_advantages(advantages, taught, old, mode, coef)
-        metrics["teacher/kl"] = oracle.teacher_kl(taught, old, masks)
+        scored = masks
+        if mode == "weight":
+            pairs = zip(masks, advantages.tolist(), strict=True)
+            scored = [[own and advantage != 0 for own in mask] for mask, advantage in pairs]
+        metrics["teacher/kl"] = oracle.teacher_kl(taught, old, scored)
         metrics["teacher/agreement"] = oracle.agreement(advantages, taught, old, masks)
         for _ in range(UPDATES):
             new = oracle.sequence_logps(policy, prompts, ids)

@@ -260,13 +260,9 @@ def test_a_log_has_no_metrics_of_the_teacher_without_scored_tokens(models: dict[
 
 @pytest.mark.slow
 def test_a_teacher_is_compared_with_the_policy_among_kept_tokens(models: dict[str, Path], tmp_path: Path) -> None:
-    """The policy itself as the teacher has no distance, and its pass is not in the metric of the policy's."""
-    rows = []
-    for options in ({}, {"teacher": str(models["dense"]), "teacher_coef": 0.0, "teacher_mode": "add"}):
-        sampling = {"keep_sampling_mask": True, "top_p": 0.7, "max_steps": 3, "num_iterations": 1}
-        trainer = tiny.train(tiny.trainer(models["dense"], tmp_path, **sampling, **options))
-        rows.append(tiny.history(trainer))
-    kls = [row["teacher/kl"] for row in rows[1] if "teacher/kl" in row]
-    assert abs(kls[0]) < 1e-6
-    for without, row in zip(rows[0][:-1], rows[1][:-1], strict=True):
-        assert row["sampling_mask/kept_mass"] == without["sampling_mask/kept_mass"] < 1
+    """The policy itself as the teacher has no distance."""
+    options = {"teacher": str(models["dense"]), "teacher_coef": 0.0, "teacher_mode": "add", "num_iterations": 1}
+    options |= {"keep_sampling_mask": True, "top_p": 0.7, "max_steps": 3}
+    trainer = tiny.train(tiny.trainer(models["dense"], tmp_path, **options))
+    row = tiny.history(trainer)[0]
+    assert abs(row["teacher/kl"]) < 1e-6 and row["sampling_mask/kept_mass"] < 0.99

@@ -172,7 +172,7 @@ class SamplingMask(Feature):
 
         forward.wrap_model(wrap, needs_token_indices=True)
         log_probs = call_next(forward)
-        if forward.role == "policy":
+        if forward.rollout is None:
             self.trainer.metrics.pooled(sums={"sampling_mask/kept_mass": wrappers[0].kept_mass})
         return log_probs
 
