@@ -65,6 +65,12 @@ FIXED: dict[str, dict[str, Any]] = {
         "beta": 0.0,
         "build": {"reward_funcs": half_at_the_mean},
     },
+    "taught": {  # one process has all that is scored, and scores as many sequences as the other
+        "shows": ["teacher"],
+        "teacher": "gpt2",
+        "beta": 0.0,
+        "build": {"reward_funcs": half_at_the_mean},
+    },
     "weights, tokens": {
         "shows": ["skip_zero_weight", "token_budget"],
         "loss_type": "dr_grpo",

@@ -23,7 +23,7 @@ mixture, engine, server = engines.mixture, engines.engine, engines.server
 @pytest.mark.supports("ref_model_sync_kl", "ref_model_sync_reset_optimizer", on="DDP")
 @pytest.mark.supports("quantised base", "adapter_dtype", "moving reference, quantised base", on="DDP")
 @pytest.mark.supports("keep_sampling_mask", "trim_padding", "token_budget", "share_prompts", on="DDP")
-@pytest.mark.supports("skip_zero_weight", on="DDP")
+@pytest.mark.supports("skip_zero_weight", "teacher", on="DDP")
 def test_two_processes_train_as_one_does(
     models: dict[str, Path], wide: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -57,6 +57,7 @@ def test_two_processes_train_as_one_does(
         each = alone[run], together[run][0]
         shares = [{row["skipped/sequences"] for row in process["history"][:-1]} for process in each]
         assert shares == [{0.5}, {of_two}]
+    assert alone["taught"]["history"][0]["teacher/agreement"] > 0
     steps, halves = alone["steps"], together["steps"]
     assert [len(process["step advantages"]) for process in (steps, *halves)] == [8, 4, 4]
     both = [completion for process in halves for completion in process["step advantages"]]
@@ -76,7 +77,6 @@ def test_two_processes_train_as_one_does(
     assert [process["rows"] for process in (alone["gspo"], *together["gspo"])] == [{1}] * 3  # laid end to end
 
 
-@pytest.mark.supports("teacher", on="DDP")
 def test_two_processes_pass_the_rows_of_the_conformance_suite(models: dict[str, Path], tmp_path: Path) -> None:
     alone = train.alone(train.CONFORMANCE, models, tmp_path / "one")
     together = train.together(train.CONFORMANCE, models, tmp_path / "two")
