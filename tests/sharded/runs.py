@@ -62,6 +62,11 @@ def the_same_for_some(prompts: list[str], completion_ids: list[list[int]], **_: 
     return [1.0 if odd else float(sum(ids) % 11) for odd, ids in zip(is_odd, completion_ids, strict=True)]
 
 
+def longer(row: dict[str, Any]) -> str:
+    """Return the prompt of a teacher, so that it differs from the policy in the first rollout too."""
+    return f"It is so. {row['prompt']}"
+
+
 def disagreeing(prompts: list[str], trainer: Any) -> Run:
     """Return answers and the log-probs of an engine that is off by up to 1.5 nats per token."""
     first = trainer.accelerator.process_index * len(prompts) + 3 * trainer.state.global_step
@@ -95,7 +100,7 @@ RUNS: dict[str, Run] = {
         "share_prompts": True,
         **MOVING,
         "lora": True,
-        **{"teacher": "reference", "teacher_prompt": "prompt"},  # a pass of its own
+        **{"teacher": "reference", "teacher_prompt": longer},  # a pass of its own
         "build": {"reward_funcs": in_steps},
     },
     "engine": {
