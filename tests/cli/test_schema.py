@@ -55,8 +55,10 @@ def test_every_recipe_is_valid_and_names_the_schema() -> None:
     for path in recipes:
         text = path.read_text()
         options = yaml.safe_load(text)
-        if "arms" in options:  # an experiment
-            parts = [each.get("options", {}) for each in (options, *options["arms"].values())]
+        grid = options.get("grid", {"cells": {}, "settings": {}})
+        arms = [*options.get("arms", {}).values(), *grid["cells"].values(), *grid["settings"].values()]
+        if arms:  # an experiment
+            parts = [each.get("options", {}) for each in (options, *arms)]
         elif path.parent.name != "accelerate":
             assert MODELINE in text, path
             parts = [options]

@@ -17,11 +17,18 @@ import trl_steady
 from tests.tools import tiny
 
 FOLDER = Path(__file__).parents[2] / "recipes"
+
+
+def is_experiment(path: Path) -> bool:
+    """Return True if a YAML file is an experiment with arms, and no recipe of one run."""
+    return bool({"arms", "grid"} & yaml.safe_load(path.read_text()).keys())
+
+
 YAMLS = {
     f"{path.parent.name}/{path.stem}": path
     for path in sorted(FOLDER.glob("**/*.yaml"))
     # these have tests of their own
-    if path.parent.name != "accelerate" and "arms" not in yaml.safe_load(path.read_text())
+    if path.parent.name != "accelerate" and not is_experiment(path)
 }
 SCRIPTS = {"gsm8k": "iterative_grpo"}  # of a folder that has none
 WITHOUT_SCRIPT = [name for name, path in YAMLS.items() if "reward_funcs" in yaml.safe_load(path.read_text())]

@@ -1,5 +1,7 @@
 """The recipe with a teacher: its prompts and examples, and a small run of each arm."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +66,14 @@ def test_the_table_of_answers_is_linear_between_checks(recipes: Any) -> None:
     runs = {arm: {seed: {"accuracy": own} for seed, own in enumerate(of_seeds)} for arm, of_seeds in curves.items()}
     rows = recipes.teacher.answers_table(plan, runs).splitlines()[2:]
     assert rows == ["| rewards | 32 | 2,048 |", "| early | 24 | 1,536 |", "| never | not reached | |"]
+
+
+def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
+    recorded = json.loads((FOLDER / "results/digits.json").read_text())
+    assert recorded["settings"] == PLAN
+    assert {name: len(own) for name, own in recorded["runs"].items()} == dict.fromkeys(PLAN["arms"], 10)
+    readme = (FOLDER / "README.md").read_text()
+    assert recipes.experiment.table(PLAN, recorded["runs"]) in readme
+    starts = [own["accuracy"]["0"] for runs in recorded["runs"].values() for own in runs.values()]
+    assert re.search(rf"gets\s+{100 * sum(starts) / len(starts):.1f} %", readme)
+    assert recipes.teacher.answers_table(PLAN, recorded["runs"]) in readme
