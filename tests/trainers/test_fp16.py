@@ -45,10 +45,10 @@ def overflowing() -> Iterator[None]:
 
 def build(request: pytest.FixtureRequest, output: Path, *, model: str = "dense", **options: Any) -> Any:
     then = options.pop("then", lambda _: None)
-    if model in wide.BASES:
-        policy = wide.load(request.getfixturevalue("wide"), model)
-    else:
-        policy = request.getfixturevalue("models")[model]
+    models = request.getfixturevalue("models")
+    if options.get("teacher") in models:
+        options["teacher"] = str(models[options["teacher"]])
+    policy = wide.load(request.getfixturevalue("wide"), model) if model in wide.BASES else models[model]
     torch.manual_seed(0)
     trainer = tiny.trainer(policy, output, **{**WINDOW, **options})
     then(trainer)
