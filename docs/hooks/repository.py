@@ -16,7 +16,7 @@ from typing import Any
 from address import REPOSITORY, ROOT, in_repository, site
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-_SOURCES = {".yaml", ".py", ".json", ".jsonl"}
+_SOURCES = {".yaml", ".yml", ".py", ".json", ".jsonl", ".sbatch"}
 # code first, so that links inside it stay
 _LINK = re.compile(r"^(`{3,}).*?^\1`*$|`[^`]+`|\]\((?![a-z]+:|#)([^)#\s]+)", flags=re.DOTALL | re.MULTILINE)
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
