@@ -43,7 +43,7 @@ class Figure(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What came of a part."""
+    """The result of a part."""
 
     name: str
     outcome: str
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a run found."""
+    """The results of a run, and its machine."""
 
     heads: dict[str, str]
     """A text for each of `HEADS`."""

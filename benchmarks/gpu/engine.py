@@ -28,7 +28,7 @@ OF_CPU = {
     **{"dtype": "float32", "enforce_eager": True, "block_size": 32, "num_gpu_blocks_override": 18},
     **{"max_num_batched_tokens": 64, "max_num_seqs": 16},
 }
-"""What vLLM on a CPU needs: a small cache, and blocks that its kernel takes."""
+"""vLLM on a CPU needs a small cache, and blocks that its kernel takes."""
 
 
 def steps(folder: Path, *, small: bool) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""What the parts of `make gpu` that train share: SmolLM2 in each precision, or a small model in its place."""
+"""The models of the parts of `make gpu` that train: SmolLM2 in each precision, or a small one in its place."""
 
 import argparse
 import contextlib

@@ -36,7 +36,7 @@ class Run:
         self.folder = OUTPUTS / "gpu"
         self.parts: dict[str, Part] = {}
         self.found: dict[str, Any] = {}
-        """What the parts wrote, by their names."""
+        """The figures that the parts wrote, by the names of the parts."""
         self.heads: dict[str, str] = {}
         self.machine: dict[str, Any] = {}
         self.environment = _environment(rehearse=rehearse)

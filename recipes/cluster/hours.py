@@ -53,13 +53,13 @@ CHECKPOINT = {"deepseekmath-7b": 100e9, "qwen3-30b-a3b-fsdp2": 370e9}
 
 @dataclass(frozen=True)
 class Night:
-    """What to expect of a recipe."""
+    """The expected hours of a recipe."""
 
     download: float
     step: float
     """Seconds of an optimizer step with its share of a rollout."""
     hours: float
-    """Of the run, with saves and evaluations."""
+    """The run takes so many hours, with saves and evaluations."""
     lost: float
     """Minutes that a kill loses at most."""
 

@@ -22,7 +22,7 @@ DELAY = 8  # steps
 
 
 class _Task:
-    """What the tasks of this file share: how the starting model is made, and the problems."""
+    """A base of the tasks of this file: it makes the starting model and draws the problems."""
 
     PREAMBLE = BEGIN
     STOP = ""
@@ -108,7 +108,7 @@ class Free(_Task):
 
 
 REWARDS: tuple[str, ...] = ("outcome", "share", "steps", "noisy", "delayed")
-"""What `Chain` rewards. The sum of a completion's rewards is 1 if all steps are right, but for a noisy judge.
+"""The rewards of `Chain`. The sum of a completion's rewards is 1 if all steps are right, but for a noisy judge.
 
 - outcome: 1 for the whole answer if all steps are right;
 - share: the share of right steps, for the whole answer;

@@ -74,6 +74,18 @@ def test_r3_replays_the_routes_of_the_engine(digits: Any, tmp_path: Path, option
     """The trainer's log-probs are those of the engine with R3, whose gate weights alone differ, and not without it."""
     arm = digits.stress.Arm(options={}, engine={"noise": 50.0}, model="mixture", correction="token_truncate")
     trainer = stressed(digits, arm, tmp_path, **options)
+    samples = first_rollout(trainer)
+    assert samples["importance_sampling_ratio"].shape == samples["old_per_token_logps"].shape
+    row = trainer.apart[0]
+    assert 0.1 < row["rerouted"] < 1 and 0 < row["weight"] <= 3
+    changed = [log["routing/changed"] for log in trainer.state.log_history if "routing/changed" in log]
+    assert bool(changed) == bool(options)
+    if options:  # prompts and completions of the first rollout, and the probe's 32 answers
+        assert changed[0] == pytest.approx(row["rerouted"], abs=0.1)
+
+
+def first_rollout(trainer: Any) -> dict[str, Any]:
+    """Train, and return the samples of the first rollout."""
     seen = []
     generate = trainer._generate_and_score_completions
 
@@ -84,13 +96,7 @@ def test_r3_replays_the_routes_of_the_engine(digits: Any, tmp_path: Path, option
 
     trainer._generate_and_score_completions = noted
     trainer.train()
-    assert seen[0]["importance_sampling_ratio"].shape == seen[0]["old_per_token_logps"].shape
-    row = trainer.apart[0]
-    assert 0.1 < row["rerouted"] < 1 and 0 < row["weight"] <= 3
-    changed = [log["routing/changed"] for log in trainer.state.log_history if "routing/changed" in log]
-    assert bool(changed) == bool(options)
-    if options:  # prompts and completions of the first rollout, and the probe's 32 answers
-        assert changed[0] == pytest.approx(row["rerouted"], abs=0.1)
+    return seen[0]
 
 
 def stressed(recipes: Any, arm: Any, folder: Path, **options: Any) -> Any:
@@ -112,17 +118,7 @@ def test_the_log_probs_of_an_engine_are_those_of_what_it_samples_from(digits: An
     """With the kept sampling mask they are the trainer's own, and without it larger by the log of the kept mass."""
     arm = digits.stress.Arm(options={}, engine={}, correction="sequence_mask")
     trainer = stressed(digits, arm, tmp_path, top_p=0.6, keep_sampling_mask=kept)
-    seen = []
-    generate = trainer._generate_and_score_completions
-
-    def noted(inputs: Any) -> Any:
-        samples = generate(inputs)
-        seen.append(samples)
-        return samples
-
-    trainer._generate_and_score_completions = noted
-    trainer.train()
-    samples = seen[0]
+    samples = first_rollout(trainer)
     mask = samples["completion_mask"].bool()
     apart = (samples["old_per_token_logps"] - samples["sampling_per_token_logps"])[mask]
     if kept:

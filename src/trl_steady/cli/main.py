@@ -15,7 +15,7 @@ from trl_steady import __version__
 from trl_steady.cli.mistakes import wrong_options
 
 SKILL = Path(__file__).parents[1] / ".agents/skills/trl-steady/SKILL.md"
-"""What a coding agent should know of trl-steady, where agents look for it in an installed package."""
+"""The skill for coding agents. They look for it in this folder of an installed package."""
 _HELP = """\
 usage: trl-steady COMMAND ...
 

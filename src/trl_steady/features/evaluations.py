@@ -30,7 +30,7 @@ class Evaluations(Feature):
 
     args: SharedOptions
     _rows: list[tuple[_Judged, ...]] | None = None
-    """What the functions returned for each completion of all processes, while an evaluation runs."""
+    """The functions' results for each completion of all processes, while an evaluation runs."""
 
     def around_evaluation(self, evaluation: Evaluation, call_next: Callable[[Evaluation], Any]) -> Any:
         """Evaluate with the sampling of evaluations, and restore the random state of the training."""
