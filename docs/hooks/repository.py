@@ -69,7 +69,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Change links between files of the repository into links between pages, and list the files of a recipe."""
     uri = page.file.src_uri
     if uri == "index.md":
-        head = (ROOT / "README.md").read_text().partition("## Methods")[0]
+        head = (ROOT / "README.md").read_text().partition("## Next steps")[0]
         return _linked(head, uri, "") + _linked(markdown, uri, "docs")
     is_outside = uri == "changelog.md" or uri.startswith("recipes/")
     folder = posixpath.dirname(uri if is_outside else f"docs/{uri}")
