@@ -38,15 +38,15 @@ def _link(group: dict[str, Any]) -> str:
 
 
 def papers(table: Table) -> str:
-    """Return the list of papers, with the methods that follow them."""
-    lines = ["| paper | methods | BibTeX key |", "|---|---|---|"]
+    """Return the list of papers by their short titles, with the methods that follow them."""
+    lines: list[str] = []
     for paper in table["paper"]:
-        title = re.sub("[{}]", "", paper["title"])
+        title = re.sub("[{}]", "", paper["title"]).partition(": ")[0]
         methods = list(_methods(table, paper["arxiv"]))
         if "also" in paper:
             methods.append(paper["also"])
         address = f"https://arxiv.org/abs/{paper['arxiv']}"
-        lines.append(f"| {title}, [{paper['arxiv']}]({address}) | {'; '.join(methods)} | `{paper['key']}` |")
+        lines.append(f"- **{title}** ([{paper['arxiv']}]({address}), `{paper['key']}`): {'; '.join(methods)}")
     return "\n".join(lines)
 
 
@@ -59,9 +59,8 @@ def _methods(table: Table, arxiv: str) -> Iterator[str]:
 
 
 def bibtex(table: Table) -> str:
-    """Return the BibTeX entries of the papers, as a code block."""
-    entries = "\n\n".join(map(_entry, table["paper"]))
-    return f"```bibtex\n{entries}\n```"
+    """Return the BibTeX entries of the papers, as a file of their own."""
+    return "\n\n".join(map(_entry, table["paper"])) + "\n"
 
 
 def _entry(paper: dict[str, Any]) -> str:
@@ -78,12 +77,14 @@ def _entry(paper: dict[str, Any]) -> str:
 PARTS: dict[str, Callable[[Table], str]] = {
     "README.md": problems,
     "docs/paper-index.md": papers,
-    "docs/cite.md": bibtex,
+    "docs/references.bib": bibtex,
 }
 
 
 def filled(name: str, text: str) -> str:
-    """Return a file of `PARTS` with the text between its marks."""
+    """Return a file of `PARTS` with the text between its marks. A file of BibTeX is the text."""
+    if name.endswith(".bib"):
+        return text
     page = (ROOT / name).read_text()
     return re.sub(f"(?<={re.escape(BEGIN)}).*(?={re.escape(END)})", lambda _: f"\n{text}\n", page, flags=re.DOTALL)
 
