@@ -1,4 +1,4 @@
-"""The table of features and setups in docs/several-processes.md, made of the marks of the tests that show them.
+"""The list of features and setups in docs/several-processes.md, made of the marks of the tests that show them.
 
 `@pytest.mark.supports(*features, on=SETUP)` says that a test shows features in a setup, or in several. With
 `only="CPU"`, these are whole runs on CPU, where accelerate does not offer the setup. With `only="pieces"` or
@@ -32,12 +32,12 @@ FEATURES = {
     "step rewards": "`StepRewards`",
     "group rewards": "`GroupReward`",
     "teacher": "`teacher`",
-    "moving reference, full": "`sync_ref_model`, full fine-tuning",
-    "moving reference, LoRA": "`sync_ref_model`, LoRA",
-    "moving reference, quantised base": "`sync_ref_model`, LoRA (NF4 base)",
+    "moving reference, full": "`sync_ref_model` (full)",
+    "moving reference, LoRA": "`sync_ref_model` (LoRA)",
+    "moving reference, quantised base": "`sync_ref_model` (QLoRA)",
     "ref_model_sync_kl": "`ref_model_sync_kl`",
     "ref_model_sync_reset_optimizer": "`ref_model_sync_reset_optimizer`",
-    "quantised base": "LoRA (NF4 base)",
+    "quantised base": "QLoRA",
     "adapter_dtype": '`adapter_dtype="float32"`',
     "vllm_adapter_sync": "`vllm_adapter_sync`",
     "vllm_request_seeds": "`vllm_request_seeds`",
@@ -52,18 +52,18 @@ FEATURES = {
     "skip_zero_weight": "`skip_zero_weight`",
     "skip_nonfinite_steps": "`skip_nonfinite_steps`",
     "RLOO": "`RLOOTrainer`",
-    "PPO, full": "`PPOTrainer`, full fine-tuning",
-    "PPO, LoRA": "`PPOTrainer`, LoRA",
-    "PPO, quantised base": "`PPOTrainer`, LoRA (NF4 base)",
+    "PPO, full": "`PPOTrainer` (full)",
+    "PPO, LoRA": "`PPOTrainer` (LoRA)",
+    "PPO, quantised base": "`PPOTrainer` (QLoRA)",
     "ptx_coef": "`ptx_coef`",
-    "reward model, full": "`RewardAdapter`, retrained, full fine-tuning",
-    "reward model, LoRA": "`RewardAdapter`, retrained, LoRA",
+    "reward model, full": "retrained `RewardAdapter` (full)",
+    "reward model, LoRA": "retrained `RewardAdapter` (LoRA)",
     "exact resume": "a resume inside a generation window",
 }
-SIGNS = {None: "✓", "CPU": "(✓)"}
+SIGNS = {None: "tested", "CPU": "tested with gloo"}
 """Signs for whole runs, by `only`."""
 NOTES = {None: "tested", "CPU": "tested, on CPU", "pieces": "pieces", "stand-in": "stand-in"}
-REFUSED, NOT_RUN = "✗", "?"
+REFUSED, NOT_RUN = "✗ refused", "not yet run"
 
 
 class Mark(NamedTuple):
@@ -113,7 +113,7 @@ def read(path: Path) -> Iterator[Mark]:
 
 
 def cell(marks: list[Mark], feature: str, setup: str) -> str:
-    """Return what the table says of a feature in a setup."""
+    """Return what the list says of a feature in a setup."""
     found = [mark for mark in marks if feature in mark.features and setup in mark.setups]
     shown = [mark for mark in found if mark.kind == "supports"]
     refusals = [mark for mark in found if mark.kind == "refuses" and mark.is_run]
@@ -127,13 +127,21 @@ def cell(marks: list[Mark], feature: str, setup: str) -> str:
     return "; ".join([*(signs[:1] or [NOT_RUN]), *notes, *in_part])
 
 
-def table(marks: list[Mark]) -> str:
-    """Return the cells in Markdown. Features with the same cells share a row."""
-    rows: dict[str, list[str]] = {}
-    for feature, label in FEATURES.items():
-        rows.setdefault(" | ".join(cell(marks, feature, setup) for setup in SETUPS), []).append(label)
-    lines = [f"| | {' | '.join(SETUPS)} |", f"|---{'|---' * len(SETUPS)}|"]
-    return "\n".join([*lines, *(f"| {'; '.join(labels)} | {cells} |" for cells, labels in rows.items())])
+def listing(marks: list[Mark]) -> str:
+    """Return the cells as a list in Markdown: all features, then for each setup the features by cell.
+
+    The cell that most features of a setup share comes first, without their names.
+    """
+    lines = [f"Features: {'; '.join(FEATURES.values())}.", ""]
+    for setup in SETUPS:
+        groups: dict[str, list[str]] = {}
+        for feature, label in FEATURES.items():
+            groups.setdefault(cell(marks, feature, setup), []).append(label)
+        most = max(groups, key=lambda each: len(groups[each]))
+        del groups[most]
+        lines.append(f"- **{setup}**: **{most}**, except")
+        lines += [f"    - **{each}**: {'; '.join(labels)}" for each, labels in groups.items()]
+    return "\n".join(lines)
 
 
 def behind(marks: list[Mark]) -> str:
@@ -144,8 +152,10 @@ def behind(marks: list[Mark]) -> str:
 
 
 def written(page: str, marks: list[Mark]) -> str:
-    """Return the page with the table of these marks."""
-    return re.sub(f"(?<={re.escape(BEGIN)}).*(?={re.escape(END)})", lambda _: f"\n{table(marks)}\n", page, flags=re.S)
+    """Return the page with the list of these marks."""
+    return re.sub(
+        f"(?<={re.escape(BEGIN)}).*(?={re.escape(END)})", lambda _: f"\n{listing(marks)}\n", page, flags=re.S
+    )
 
 
 if __name__ == "__main__":
@@ -153,4 +163,4 @@ if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
         PAGE.write_text(written(PAGE.read_text(), collected))
     else:
-        sys.stdout.write(f"{table(collected)}\n\n{behind(collected)}\n")
+        sys.stdout.write(f"{listing(collected)}\n\n{behind(collected)}\n")

@@ -1,4 +1,4 @@
-"""The table of features and setups is that of the marks."""
+"""The list of features and setups is that of the marks."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.project import support
 from tests.project.support import FEATURES, SETUPS
 
 
-def test_the_page_has_the_table_of_the_marks() -> None:
+def test_the_page_has_the_list_of_the_marks() -> None:
     """If not: python -m tests.project.support --write."""
     marks, page = support.collect(), support.PAGE.read_text()
     assert support.written(page, marks) == page
