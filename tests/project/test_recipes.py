@@ -1,6 +1,9 @@
 """The task of two numbers is what it says, and the scripts that train SmolLM2 run on a tiny model."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import torch
 
 from tests.project import recipe
 from tests.project.recipe import is_picture, moved
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_training_and_held_out_problems_are_disjoint_also_turned_round(recipes: Any) -> None:
@@ -89,3 +94,17 @@ def test_smollm2_loads_quantised_and_trains_through_every_layer(recipes: Any, tm
     model.train()(inputs_embeds=embeddings).logits.sum().backward()
     assert embeddings.grad is not None and embeddings.grad.abs().max() > 0
     assert tokenizer.decode(tokenizer("max(10, 20) =")["input_ids"]) == "max(10, 20) ="
+
+
+def test_a_recipes_output_has_no_deprecations_of_its_libraries() -> None:
+    """A stranger cannot act on them, and they would bury the recipe's own lines."""
+    code = "import warnings, common; warnings.warn('old', FutureWarning); warnings.warn('mine')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "recipes",
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "mine" in done.stderr and "old" not in done.stderr
