@@ -137,6 +137,8 @@ def test_the_times_are_those_of_a_calculation_by_hand(recipes: Any) -> None:
     step = 32 * 1300 * 4.02e9 * 10 / 400e12 + 32 * 1200 / 8000
     assert found.step == pytest.approx(step)
     assert found.hours == pytest.approx(400 * step / 3600) and found.lost == pytest.approx(10 * step / 60)
+    names = ("gspo/qwen3-4b-deepmath-80gb", "async/qwen3-4b-deepmath-2x80gb", "moe/qwen3-30b-a3b-fsdp2")
+    assert [recipes.hours.gpus(FOLDER.parent / f"{name}.yaml") for name in names] == ["1x80", "2x80", "8x141"]
 
 
 def test_the_commands_of_the_page_parse(recipes: Any) -> None:

@@ -44,7 +44,7 @@ def build(options: Any, args: Any) -> Any:
 
 
 def hours(options: Any, args: Any, parameters: int) -> float:
-    """Return the time of a run with the rates that the README states."""
+    """Return the time of a run with the rates of recipes/cluster/hours.py."""
     large, steps = "24gb" not in args.output_dir, args.max_steps
     answers = steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
     passes = answers * 400 * parameters * 10 / (400e12 if large else 60e12)

@@ -76,4 +76,9 @@ def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
     assert recipes.experiment.table(PLAN, recorded["runs"]) in readme
     starts = [own["accuracy"]["0"] for runs in recorded["runs"].values() for own in runs.values()]
     assert re.search(rf"gets\s+{100 * sum(starts) / len(starts):.1f} %", readme)
-    assert recipes.teacher.answers_table(PLAN, recorded["runs"]) in readme
+    found = recipes.teacher.answers_table(PLAN, recorded["runs"])
+    assert "| teacher alone | not reached | |" in found
+    updates = [
+        int(number) for number in re.findall(r"^\| (?:rewards|self), \w+ \| (\d+) \|", found, flags=re.MULTILINE)
+    ]
+    assert len(updates) == 4 and f"after {min(updates)} to {max(updates)} updates" in readme

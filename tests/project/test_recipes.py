@@ -66,9 +66,9 @@ def test_the_recorded_runs_of_step_rewards_are_what_the_readme_says(recipes: Any
     for run in runs:
         sampled, greedy = run["accuracy"].values()
         gains = [f"{100 * way['low']:+.1f} to {100 * way['high']:+.1f}" for way in (sampled, greedy)]
-        cells = [f"{sampled['after']:.1%}", gains[0], f"{greedy['after']:.1%}", gains[1]]
+        cells = [f"{way['after']:.1%} ({gain})" for way, gain in zip((sampled, greedy), gains, strict=True)]
         label = recipes.compare.arm(run).replace("process", "`process`")
-        assert f"| {label} | {run['seed']} | {' | '.join(cells)} |" in readme
+        assert f"| {label}, {run['seed']} | {' | '.join(cells)} |" in readme
     found = recipes.compare.differences(runs)
     for decoding in {decoding for _, decoding in found}:
         rows = [found[seed, decoding] for seed in ("0", "1", "2", "mean")]
