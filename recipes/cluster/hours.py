@@ -25,14 +25,23 @@ FULL = 12  # backward also computes the gradients of the weights
 DISK = 1e9  # bytes a second
 
 
-ACTIVE = {
-    "Qwen/Qwen2.5-0.5B-Instruct": 0.494e9,
-    "Qwen/Qwen2.5-7B-Instruct": 7.62e9,
-    "Qwen/Qwen3-4B": 4.02e9,
-    "deepseek-ai/deepseek-math-7b-instruct": 6.91e9,
-    "Qwen/Qwen3-30B-A3B": 3.3e9,
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model, from its own config."""
+
+    download: float
+    """Gigabytes, in bf16."""
+    active: float
+    """Parameters that a token uses."""
+
+
+MODELS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": Model(1.0, 0.494e9),
+    "Qwen/Qwen2.5-7B-Instruct": Model(15.2, 7.62e9),
+    "Qwen/Qwen3-4B": Model(8.0, 4.02e9),
+    "deepseek-ai/deepseek-math-7b-instruct": Model(13.8, 6.91e9),
+    "Qwen/Qwen3-30B-A3B": Model(61.1, 3.3e9),
 }
-"""Parameters that a token uses."""
 SEQUENCE = {True: 400, False: 1300}
 """Tokens of a question with its answer: of GSM8K, of DeepMath."""
 ANSWER = {True: 300, False: 1200}
@@ -46,6 +55,8 @@ CHECKPOINT = {"deepseekmath-7b": 100e9, "qwen3-30b-a3b-fsdp2": 370e9}
 class Night:
     """The expected hours of a recipe."""
 
+    download: float
+    """Gigabytes of the model."""
     step: float
     """Seconds of an optimizer step with its share of a rollout."""
     hours: float
@@ -58,14 +69,14 @@ def night(path: Path) -> Night:
     """Return what to expect of a recipe for GPUs."""
     options: dict[str, Any] = yaml.safe_load(path.read_text())
     name = path.stem
-    active = ACTIVE[options.get("model_name") or options["model_name_or_path"]]
+    model = MODELS[options.get("model_name") or options["model_name_or_path"]]
     is_gsm8k = options.get("task") == "gsm8k"
     trainers = TRAINERS.get(name, 1)
     answers = options["per_device_train_batch_size"] * options["gradient_accumulation_steps"] * trainers
     is_lora = options.get("use_peft") or options.get("lora_r", 0) > 0
     rate = _rate(name)
     flops = LORA if is_lora else FULL
-    passes = answers * SEQUENCE[is_gsm8k] * active * flops / (rate * trainers)
+    passes = answers * SEQUENCE[is_gsm8k] * model.active * flops / (rate * trainers)
     writing = _seconds_of_answers(options, name, answers, ANSWER[is_gsm8k])
     step = passes + writing
     if options.get("async_generate"):
@@ -73,7 +84,7 @@ def night(path: Path) -> Night:
     steps = options["max_steps"]
     saves = steps / options["save_steps"] * CHECKPOINT.get(name, 0) / DISK
     seconds = steps * step + saves + _seconds_of_evaluations(options, name)
-    return Night(step, seconds / 3600, options["save_steps"] * step / 60)
+    return Night(model.download, step, seconds / 3600, options["save_steps"] * step / 60)
 
 
 def _rate(name: str) -> float:
@@ -134,13 +145,12 @@ def gpus(path: Path) -> str:
 
 def table() -> str:
     """Return the table in Markdown."""
-    lines = ["| recipe | GPUs x GB | a step, s | the run, h | a kill loses, min |", "|---|---|---|---|---|"]
+    lines = ["| recipe | GPUs x GB | download, GB | a step, s | the run, h | a kill loses, min |", "|---" * 6 + "|"]
     for path in recipes():
         found = night(path)
         name = path.relative_to(FOLDER).with_suffix("")
-        lines.append(
-            f"| [{name}](../{name}.yaml) | {gpus(path)} | {found.step:.0f} | {found.hours:.1f} | {found.lost:.0f} |"
-        )
+        times = f"{found.step:.0f} | {found.hours:.1f} | {found.lost:.0f}"
+        lines.append(f"| [{name}](../{name}.yaml) | {gpus(path)} | {found.download:g} | {times} |")
     return "\n".join(lines)
 
 
