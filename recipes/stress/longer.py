@@ -110,6 +110,8 @@ class Free(_Task):
 REWARDS: tuple[str, ...] = ("outcome", "share", "steps", "noisy", "delayed")
 """The rewards of `Chain`. The sum of a completion's rewards is 1 if all steps are right, but for a noisy judge.
 
+Only `outcome` also asks for the end, unless the task `pays_end`.
+
 - outcome: 1 for the whole answer if all steps are right;
 - share: the share of right steps, for the whole answer;
 - steps: a part of 1 for each right step, at the step;
@@ -132,6 +134,7 @@ class Chain(_Task):
         hard: A step, counted from 0, that the warm start shows wrong in most examples. None: no such step.
         hard_share: Share of the worked examples in which that step is drawn at random.
         worked_steps: Steps of the warm start.
+        pays_end: The token behind the last step is a step, too. It is right if it ends the answer.
     """
 
     start: Path
@@ -141,6 +144,7 @@ class Chain(_Task):
     hard: int | None = None
     hard_share: float = 0.7
     worked_steps: int = 160
+    pays_end: bool = False
 
     def __post_init__(self) -> None:
         """Refuse unknown rewards."""
@@ -184,8 +188,10 @@ class Chain(_Task):
 
     def is_right(self, problem: Problem, completion: str) -> bool:
         """Return True if all steps are right, and the answer ends behind them."""
-        has_end = completion[self.steps :].startswith(END)
-        return has_end and self.right_steps(problem, completion) == [True] * self.steps
+        return self._has_end(completion) and self.right_steps(problem, completion) == [True] * self.steps
+
+    def _has_end(self, completion: str) -> bool:
+        return completion[self.steps :].startswith(END)
 
     def reward(
         self,
@@ -205,12 +211,16 @@ class Chain(_Task):
 
     def _of_steps(self, problem: Problem, completion: str) -> float | StepRewards:
         right = self.right_steps(problem, completion)
+        steps = self.steps
+        if self.pays_end:
+            right.append(self._has_end(completion))
+            steps += 1
         if self.rewards == "share":
-            return sum(right) / self.steps
+            return sum(right) / steps
         if self.rewards == "noisy":
             judge = random.Random(f"{problem} {completion}")
             right = [is_right != (judge.random() < WRONG) for is_right in right]
-        earned = [is_right / self.steps for is_right in right]
+        earned = [is_right / steps for is_right in right]
         if self.rewards == "delayed":
             earned = _later(earned)
         return StepRewards.at_tokens(earned, range(1, len(earned) + 1))

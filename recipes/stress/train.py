@@ -208,7 +208,7 @@ def task_of(arm: Arm, folder: Path) -> small_model.Task:
     if arm.model == "smollm2":
         return larger
     if arm.model in TASKS:
-        made_by = {name: value for name, value in arm.task.items() if name != "rewards"}
+        made_by = {name: value for name, value in arm.task.items() if name not in ("rewards", "pays_end")}
         name = "-".join(f"{key}{value}" for key, value in sorted(made_by.items()))
         return TASKS[arm.model](folder / f"start-{arm.model}-{name}", **arm.task)
     name, arguments = MODELS[arm.model]

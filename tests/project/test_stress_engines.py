@@ -178,3 +178,21 @@ def test_rewards_of_a_chain_by_hand(recipes: Any, tmp_path: Path, monkeypatch: p
     assert rewards("noisy")[1] == StepRewards.at_tokens([0, 0.25, 0, 0], [1, 2, 3, 4])
     with pytest.raises(ValueError, match="rewards='all'"):
         rewards("all")
+
+
+@pytest.mark.parametrize(
+    ("text", "earned"),
+    [
+        ("2355</s>", [0.2, 0.2, 0.2, 0.2, 0.2]),
+        ("23555", [0.2, 0.2, 0.2, 0.2, 0]),  # goes on behind the last step
+        ("23</s>", [0.2, 0.2, 0]),  # ends early
+    ],
+)
+def test_a_chain_that_pays_its_end_by_hand(recipes: Any, tmp_path: Path, text: str, earned: list[float]) -> None:
+    problem = [3, 1, 2, 0, 4, 5, 6, 7, 8, 9]
+    body, end, _ = text.partition("</s>")
+    ids = [recipes.digits.VOCABULARY[c] for c in body] + [2] * bool(end)
+    tasks = [recipes.longer.Chain(tmp_path, steps=4, rewards=kind, pays_end=True) for kind in ("steps", "share")]
+    steps, share = (task.reward([""], [problem], [ids], log_metric=lambda *_: None)[0] for task in tasks)
+    assert steps == StepRewards.at_tokens(earned, range(1, len(earned) + 1))
+    assert share == pytest.approx(sum(earned))
