@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import yaml
@@ -190,11 +191,16 @@ def holm(values: Sequence[float]) -> list[float]:
     return corrected
 
 
+def _corrected(found: Mapping[str, Comparison]) -> dict[str, float]:
+    """Return the corrected p-values by arm."""
+    values = {name: row.p for name, row in found.items() if row.p is not None}
+    return dict(zip(values, holm(list(values.values())), strict=True))
+
+
 def table(experiment: Mapping[str, Any], runs: Runs) -> str:
     """Return a Markdown table with a row for each arm. `columns` adds means over all rollouts and seeds."""
     found = compare(experiment, runs)
-    tested = [name for name, row in found.items() if row.p is not None]
-    corrected = dict(zip(tested, holm([float(found[name].p or 0.0) for name in tested]), strict=True))
+    corrected = _corrected(found)
     own, columns = SHOWN[experiment.get("figure", "accuracy")], experiment.get("columns", ())
     headings = "".join(f" {SHOWN[name].heading} |" for name in columns)
     lines = [f"| arm | endpoint | difference (95 % interval) | p |{headings}", "|---" * (4 + len(columns)) + "|"]
@@ -216,6 +222,34 @@ def _mean(runs: Mapping[int, Mapping[str, Any]], name: str) -> str:
         return ""
     values = [_curve(figures, name)[1] for figures in runs.values()]
     return format(float(np.mean([np.mean([v for v in own if v is not None]) for own in values])), SHOWN[name].form)
+
+
+def draw_differences(path: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
+    """Draw what `table` says: a row for each arm, with its 95 % interval. It is grey if it holds 0."""
+    found, own = compare(experiment, runs), SHOWN[experiment.get("figure", "accuracy")]
+    corrected = _corrected(found)
+    figure, axis = plt.subplots(figsize=(4.4, 0.42 * len(found) + 0.6))
+    for place, (name, row) in enumerate(found.items()):
+        means = [_mean(runs[name], column) for column in experiment.get("columns", ())]
+        columns = "".join(f" [{mean}]" for mean in means if mean)
+        figures = f"{row.mean:{own.form}}"
+        if row.difference is not None:
+            middle, low, high = (own.scale * value for value in (row.difference, row.low, row.high))
+            colour = "0.6" if low <= 0 <= high else "C0"
+            axis.plot([low, high], [place, place], color=colour, linewidth=2)
+            axis.plot(middle, place, "o", color=colour, markersize=5)
+            signed = "{:+.{d}f} ({:+.{d}f} to {:+.{d}f})".format(middle, low, high, d=own.decimals)
+            figures += f"   {signed}   p {corrected[name]:.3f}"
+        where = {"transform": axis.get_yaxis_transform(), "ha": "left"}
+        axis.text(-1.42, place, f"{name}{columns}", va="bottom", fontsize=8.5, **where)
+        axis.text(-1.42, place + 0.04, figures, va="top", fontsize=7.5, color="0.35", **where)
+    axis.axvline(0, color="0.2", linewidth=0.8)
+    axis.set(ylim=(len(found) - 0.4, -0.6), yticks=[])
+    axis.tick_params(labelsize=8)
+    axis.spines[["left", "right", "top"]].set_visible(False)
+    figure.subplots_adjust(left=0.6, right=0.98, top=0.99, bottom=0.3 / figure.get_figheight())
+    figure.savefig(path, dpi=200)
+    plt.close(figure)
 
 
 def draw(path: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
@@ -348,6 +382,7 @@ def _show(picture: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
         print(grid.table(found))
         return
     draw(picture, experiment, runs)
+    draw_differences(picture.with_stem(f"{picture.stem}-differences"), experiment, runs)
     print(table(experiment, runs))
 
 
