@@ -39,7 +39,9 @@ def commands() -> dict[tuple[str, ...], list[str]]:
         for arguments in INSTALL.findall(page.read_text().replace(r"\"", '"')):
             if "{" in arguments:  # the error of an import, which is built from `SUPPORTED`
                 continue
-            words = [re.sub(r"^(\./)?trl-steady(-main)?\b", ".", each) for each in shlex.split(arguments) if each != "-e"]
+            words = [
+                re.sub(r"^(\./)?trl-steady(-main)?\b", ".", each) for each in shlex.split(arguments) if each != "-e"
+            ]
             found.setdefault(tuple(words), []).append(str(page.relative_to(ROOT)))
     return found
 

@@ -50,7 +50,9 @@ def test_the_notebook_for_a_t4_runs_on_a_cpu(
     others = {'"Qwen/Qwen2.5-1.5B-Instruct"': repr(str(recipe.chatty(wide, tmp_path / "model"))), **shorter}
     install, *rest = cells(notebook.stored(notebook.FOLDER / "qlora_t4.ipynb"))
     assert all(any(name in cell.source for cell in rest) for name in others)
-    assert install.source.endswith('%pip install -q "./trl-steady-main[report]"')  # as GitHub names a ZIP file's folder
+    assert install.source.endswith(
+        '%pip install -q "./trl-steady-main[report]"'
+    )  # as GitHub names a ZIP file's folder
     found: dict[str, Any] = {"__name__": "__main__"}
     for cell in rest:
         for name, other in others.items():

@@ -120,6 +120,32 @@ def test_the_comparison_by_hand(recipes: Any) -> None:
     assert recipes.experiment.holm([0.02, 0.03, 0.01]) == pytest.approx([0.04, 0.04, 0.03])
 
 
+def test_a_row_of_the_picture_says_what_the_table_says(
+    recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gains of 0.1, 0.2 and 0.3 exclude 0, and gains of -0.1, 0 and 0.2 do not: their interval is grey."""
+    experiment = {"baseline": "nothing", "arms": {"nothing": {}, "helps": {}, "same": {}}, "columns": ["ess"]}
+    ends = {"nothing": (0.2, 0.3, 0.4), "helps": (0.3, 0.5, 0.7), "same": (0.1, 0.3, 0.6)}
+    runs: dict[str, dict[int, dict[str, Any]]] = {
+        arm: {seed: {"accuracy": {"0": 0.0, **dict.fromkeys("123", end)}} for seed, end in enumerate(of_arm)}
+        for arm, of_arm in ends.items()
+    }
+    for figures in runs["helps"].values():
+        figures["ess"] = [0.25, 0.75]
+    kept = []
+    monkeypatch.setattr(recipes.experiment.plt, "close", kept.append)
+    recipes.experiment.draw_differences(tmp_path / "differences.png", experiment, runs)
+    (axis,) = kept[0].axes
+    assert [text.get_text() for text in axis.texts] == [
+        *("nothing", "30.0%"),
+        *("helps [0.50]", "50.0%   +20.0 (+10.0 to +30.0)   p 0.500"),
+        *("same", "33.3%   +3.3 (-10.0 to +20.0)   p 1.000"),
+    ]
+    intervals = [line for line in axis.lines if len(line.get_xdata()) == 2 and line.get_ydata()[0] in (1, 2)]
+    shown = [(*np.round(line.get_xdata(), 9), line.get_ydata()[0], line.get_color()) for line in intervals]
+    assert shown == [(10, 30, 1, "C0"), (-10, 20, 2, "0.6")]
+
+
 def test_every_arm_of_an_experiment_can_be_built(recipes: Any, tmp_path: Path) -> None:
     for experiment in EXPERIMENTS.values():
         is_confirmation = experiment.get("model") == "smollm2"
@@ -211,30 +237,47 @@ def test_what_was_recorded_fits_its_file_and_its_page(recipes: Any, name: str) -
     assert {arm: list(of_arm) for arm, of_arm in runs.items()} == dict.fromkeys(
         experiment["arms"], experiment["seeds"]
     )
-    assert recipes.experiment.table(experiment, runs) in (FOLDER / "README.md").read_text()
+    pictures = ("", "-differences")
+    assert all(f"](results/{name}{kind}.png)" in section_of(name) for kind in pictures)
     assert all(np.isfinite([*row["accuracy"].values()]).all() for of_arm in runs.values() for row in of_arm.values())
+
+
+def section_of(name: str) -> str:
+    """Return the part of the page on an experiment."""
+    parts = (FOLDER / "README.md").read_text().split("\n## ")
+    return next(part for part in parts if f"[`{name}.yaml`]({name}.yaml), " in part)
+
+
+def quotable(recipes: Any, name: str) -> tuple[set[str], set[str]]:
+    """Return the differences of an experiment as pages write them: with their intervals, and alone."""
+    _, runs = recorded(name)
+    shown = recipes.experiment.SHOWN[EXPERIMENTS[name].get("figure", "accuracy")]
+    intervals, alone = set(), set()
+    for row in recipes.experiment.compare(EXPERIMENTS[name], runs).values():
+        if row.difference is None:
+            continue
+        scaled = [shown.scale * value for value in (row.difference, row.low, row.high)]
+        ends = sorted(abs(end) for end in (row.low, row.high))
+        sizes = (f"{shown.scale * size:.{shown.decimals}f}" for size in (abs(row.difference), *ends))
+        intervals.add("{} ({} to {})".format(*sizes))
+        intervals.add("{:+.{d}f} ({:+.{d}f} to {:+.{d}f})".format(*scaled, d=shown.decimals))
+        alone.add(f"{scaled[0]:+.{shown.decimals}f}")
+    return intervals, alone
+
+
+INTERVAL = re.compile(r"[\d.]+ \([\d.]+ to [\d.]+\)|[+-][\d.]+ \([+-][\d.]+ to [+-][\d.]+\)")
+SIGNED = re.compile(r"(?<![\w.])[+-]\d+\.\d")
 
 
 def test_the_summary_of_evidence_quotes_recorded_differences(recipes: Any) -> None:
     page = (FOLDER.parents[1] / "docs/evidence.md").read_text()
     summary = page.partition("## Summary")[2].partition("## Exact")[0]
-    with_interval = r"[\d.]+ \([\d.]+ to [\d.]+\)|[+-][\d.]+ \([+-][\d.]+ to [+-][\d.]+\)"
-    quoted = set(re.findall(with_interval, summary))
-    signed, intervals = set(), set()
+    quoted = set(INTERVAL.findall(summary))
+    intervals, alone = set(), set()
     for name in RECORDED:
-        _, runs = recorded(name)
-        shown = recipes.experiment.SHOWN[EXPERIMENTS[name].get("figure", "accuracy")]
-        found = set()
-        for row in recipes.experiment.compare(EXPERIMENTS[name], runs).values():
-            if row.difference is not None:
-                scaled = [shown.scale * value for value in (row.difference, row.low, row.high)]
-                ends = sorted(abs(end) for end in (row.low, row.high))
-                sizes = (f"{shown.scale * size:.{shown.decimals}f}" for size in (abs(row.difference), *ends))
-                found.add("{} ({} to {})".format(*sizes))
-                found.add("{:+.{d}f} ({:+.{d}f} to {:+.{d}f})".format(*scaled, d=shown.decimals))
-                signed.add(f"{shown.scale * row.difference:+.{shown.decimals}f}")
-        assert found & quoted, name
-        intervals |= found
+        own, differences = quotable(recipes, name)
+        assert own & quoted, name
+        intervals |= own
+        alone |= differences
     assert quoted <= intervals
-    others = re.sub(with_interval, "", summary)
-    assert set(re.findall(r"(?<![\w.])[+-]\d+\.\d", others)) <= signed
+    assert set(SIGNED.findall(INTERVAL.sub("", summary))) <= alone
