@@ -83,17 +83,24 @@ def _mean(value: float, *, is_best: bool) -> str:
 def draw(path: Path, grid: Mapping[str, Any], found: Mapping[str, Cell]) -> None:
     """Draw the map: a square for each cell with the setting that ends first, its accuracy, and the number of ties."""
     rows, columns, settings = grid["rows"], grid["columns"], list(grid["settings"])
-    figure, axis = plt.subplots(figsize=(7.0, 6.0), layout="constrained")
+    figure, axis = plt.subplots(figsize=(4.4, 5.2), layout="constrained")
     for place, cell in enumerate(found.values()):
         row, column = divmod(place, len(columns))
         colour = f"C{settings.index(cell.first)}"
         axis.fill_between([column, column + 1], row, row + 1, color=colour, alpha=0.25, linewidth=0)
         others = f"and {len(cell.tied)} more" if cell.tied else "alone"
-        lines = [textwrap.fill(cell.first, 14), f"{cell.means[cell.first]:.0%}", others]
-        axis.text(column + 0.5, row + 0.5, "\n".join(lines), ha="center", va="center", fontsize=13)
-    axis.set_xticks([i + 0.5 for i in range(len(columns))], columns, fontsize=13)
-    axis.set_yticks([i + 0.5 for i in range(len(rows))], [name.replace(" ", "\n", 2) for name in rows], fontsize=13)
+        lines = [*_folded(cell.first), f"{cell.means[cell.first]:.0%}", others]
+        axis.text(column + 0.5, row + 0.5, "\n".join(lines), ha="center", va="center", fontsize=8.5)
+    axis.set_xticks(
+        [i + 0.5 for i in range(len(columns))], [name.replace(" ", "\n") for name in columns], fontsize=8.5
+    )
+    axis.set_yticks([i + 0.5 for i in range(len(rows))], [name.replace(" ", "\n", 2) for name in rows], fontsize=8.5)
     axis.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
     axis.tick_params(length=0)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=200)
     plt.close(figure)
+
+
+def _folded(name: str) -> list[str]:
+    """Return the name of a setting in lines that fit a square of the map on a phone."""
+    return textwrap.wrap(name.replace("_", "_ "), 11)

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 
+from tests.project.recipe import is_picture
 from trl_steady import GRPOConfig, StepRewards
 
 PROMPTS = [[1, 5, 6, 7], [1, 9, 8, 7]]
@@ -196,3 +198,22 @@ def test_a_chain_that_pays_its_end_by_hand(recipes: Any, tmp_path: Path, text: s
     steps, share = (task.reward([""], [problem], [ids], log_metric=lambda *_: None)[0] for task in tasks)
     assert steps == StepRewards.at_tokens(earned, range(1, len(earned) + 1))
     assert share == pytest.approx(sum(earned))
+
+
+def test_the_gain_of_r3_by_hand(recipes: Any, tmp_path: Path) -> None:
+    """Accuracies of 0.2, 0.3, 0.4 become 0.3, 0.5, 0.7. An arm with a correction is another question."""
+    arms = {
+        "exact": {},
+        "noise": {},
+        "noise, R3": {"against": "noise"},
+        "noise, token_truncate, R3": {"against": "noise", "correction": "token_truncate"},
+    }
+    ends = dict.fromkeys(arms, (0.2, 0.3, 0.4)) | {"noise, R3": (0.3, 0.5, 0.7)}
+    runs = {}
+    for arm, own in ends.items():
+        figures = [{"accuracy": dict.fromkeys("123", end), "rerouted": [0.2, 0.4]} for end in own]
+        runs[arm] = dict(enumerate(figures))
+    found = recipes.gain.gains({"baseline": "exact", "arms": arms}, runs)
+    assert [tuple(np.round(each, 9)) for each in found] == [(30, 20, 10, 30)]
+    recipes.gain.draw(tmp_path / "gain.png", {"2 updates": found})
+    assert is_picture(tmp_path / "gain.png")
