@@ -207,13 +207,17 @@ def table(experiment: Mapping[str, Any], runs: Runs) -> str:
     for name, row in found.items():
         compared = "| | "
         if row.difference is not None:
-            middle, low, high = (
-                f"{own.scale * value:+.{own.decimals}f}" for value in (row.difference, row.low, row.high)
-            )
-            compared = f"| {middle} ({low} to {high}) | {corrected[name]:.3f} "
+            compared = f"| {_signed(own, row)} | {corrected[name]:.3f} "
         means = "".join(f" {_mean(runs[name], column)} |" for column in columns)
         lines.append(f"| {name} | {row.mean:{own.form}} {compared}|{means}")
     return "\n".join(lines)
+
+
+def _signed(own: Figure, row: Comparison) -> str:
+    """Return a difference with its interval, as the table and the picture write it."""
+    values = (row.difference, row.low, row.high)
+    middle, low, high = (f"{own.scale * value:+.{own.decimals}f}" for value in values if value is not None)
+    return f"{middle} ({low} to {high})"
 
 
 def _mean(runs: Mapping[int, Mapping[str, Any]], name: str) -> str:
@@ -238,8 +242,7 @@ def draw_differences(path: Path, experiment: Mapping[str, Any], runs: Runs) -> N
             colour = "0.6" if low <= 0 <= high else "C0"
             axis.plot([low, high], [place, place], color=colour, linewidth=2)
             axis.plot(middle, place, "o", color=colour, markersize=5)
-            signed = "{:+.{d}f} ({:+.{d}f} to {:+.{d}f})".format(middle, low, high, d=own.decimals)
-            figures += f"   {signed}   p {corrected[name]:.3f}"
+            figures += f"   {_signed(own, row)}   p {corrected[name]:.3f}"
         where = {"transform": axis.get_yaxis_transform(), "ha": "left"}
         axis.text(-1.42, place, f"{name}{columns}", va="bottom", fontsize=8.5, **where)
         axis.text(-1.42, place + 0.04, figures, va="top", fontsize=7.5, color="0.35", **where)

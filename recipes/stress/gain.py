@@ -26,7 +26,7 @@ EXPERIMENTS = {"replay2": "2 updates per rollout", "replay8": "8 updates per rol
 
 
 class Gain(NamedTuple):
-    """What R3 gains with one disturbance, in points."""
+    """The gain of R3 with one disturbance, in points."""
 
     share: float
     """Percent of the experts that only the engine chose in the runs without replay, mean over rollouts and seeds."""
@@ -44,7 +44,8 @@ def gains(experiment: Mapping[str, Any], runs: Mapping[str, Mapping[int, Any]]) 
         if disturbed == name or row.difference is None or experiment["arms"][name].get("correction"):
             continue
         shares = [np.mean(figures["rerouted"]) for figures in runs[disturbed].values()]
-        gain = [100 * value for value in (row.difference, row.low or 0.0, row.high or 0.0)]
+        assert row.low is not None and row.high is not None
+        gain = [100 * value for value in (row.difference, row.low, row.high)]
         found.append(Gain(100 * float(np.mean(shares)), *gain))
     return sorted(found)
 
