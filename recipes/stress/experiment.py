@@ -57,6 +57,11 @@ CHECKED = {
     "truncated": Figure("Held-out accuracy, sampled with top-p", "truncated", ".1%", **SHARE),
     "distance": Figure("KL to the optimum, nats an answer", "distance", ".3f"),
     "turns": Figure("Held-out turns that are right, sampled", "right turns", ".1%", **SHARE),
+    "greedy": Figure("Held-out accuracy, greedy", "greedy", ".1%", **SHARE),
+    "pass@8": Figure("Held-out pass@8", "pass@8", ".1%", **SHARE),
+    "longer/accuracy": Figure("Longer problems, sampled", "longer, sampled", ".1%", **SHARE),
+    "longer/greedy": Figure("Longer problems, greedy", "longer, greedy", ".1%", **SHARE),
+    "longer/pass@8": Figure("Longer problems, pass@8", "longer, pass@8", ".1%", **SHARE),
 }
 """Figures of the checks. One of them is the endpoint."""
 SHOWN = CHECKED | {
@@ -92,6 +97,8 @@ class Kind(NamedTuple):
     """Takes an arm and a folder, in which it makes the starting model."""
     train: Callable[[Any, int, Path, Mapping[str, Any]], dict[str, Any]]
     """Takes an arm, a seed, this folder and the experiment's `measured`. Returns the figures of a run."""
+    show: Callable[[Path, Mapping[str, Any], Runs], None] | None = None
+    """Takes the path of the picture, the experiment and its runs, and shows more of them."""
 
 
 class Comparison(NamedTuple):
@@ -122,7 +129,7 @@ def arms(experiment: Mapping[str, Any], arm: type = Arm) -> dict[str, Any]:
         ValueError: If the experiment or an arm has a key that nothing reads.
     """
     keys = {field.name for field in fields(arm)}
-    shape = "arms", "grid", "baseline", "seeds", "measured", "figure", "pictured", "columns", "drawn"
+    shape = "arms", "grid", "baseline", "seeds", "measured", "figure", "pictured", "columns", "drawn", "level"
     of_all = keys | {*TEXTS, *shape}
     named = ((f"The arm {name!r}", own, keys | {"against"}) for name, own in experiment["arms"].items())
     for what, given, known in (("The experiment", experiment, of_all), *named):
@@ -342,7 +349,7 @@ def main(command: Sequence[str] | None = None, kind: Kind = STRESS) -> dict[str,
     experiment = load(asked.experiment)
     if asked.redraw:
         recorded = json.loads(asked.redraw.read_text())
-        _show(asked.redraw.with_suffix(".png"), experiment, recorded["runs"])
+        _show(kind, asked.redraw.with_suffix(".png"), experiment, recorded["runs"])
         return recorded
     output = asked.output_dir or Path("outputs") / asked.experiment.resolve().parent.name / asked.experiment.stem
     if unknown := {*(asked.arms or ())} - {*experiment["arms"]}:
@@ -373,11 +380,11 @@ def main(command: Sequence[str] | None = None, kind: Kind = STRESS) -> dict[str,
         "runs": runs,
     }
     (output / "results.json").write_text(json.dumps(results))
-    _show(output / "arms.png", experiment, runs)
+    _show(kind, output / "arms.png", experiment, runs)
     return results
 
 
-def _show(picture: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
+def _show(kind: Kind, picture: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
     """Draw the picture, and print the table."""
     if "grid" in experiment:
         found = cells(experiment, runs)
@@ -387,6 +394,8 @@ def _show(picture: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
     draw(picture, experiment, runs)
     draw_differences(picture.with_stem(f"{picture.stem}-differences"), experiment, runs)
     print(table(experiment, runs))
+    if kind.show is not None:
+        kind.show(picture, experiment, runs)
 
 
 if __name__ == "__main__":
