@@ -389,6 +389,7 @@ def _show(kind: Kind, picture: Path, experiment: Mapping[str, Any], runs: Runs) 
     if "grid" in experiment:
         found = cells(experiment, runs)
         grid.draw(picture, experiment["grid"], found)
+        grid.draw_gaps(picture.with_stem(f"{picture.stem}-gaps"), experiment["grid"], found)
         print(grid.table(found))
         return
     draw(picture, experiment, runs)

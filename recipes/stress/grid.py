@@ -1,6 +1,7 @@
 """A map: which of some settings ends first in each cell of a grid of disturbances, and which are tied with it."""
 
 import itertools
+import math
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from trl_steady.report.compare import interval
 
-__all__ = ["Cell", "arms", "cells", "draw", "table"]
+__all__ = ["Cell", "arms", "cells", "draw", "draw_gaps", "leading", "table"]
 
 Ends = Mapping[str, Mapping[Any, float]]  # arm -> seed -> endpoint
 
@@ -28,6 +29,11 @@ class Cell(NamedTuple):
     def first(self) -> str:
         """The setting that ends first."""
         return next(iter(self.means))
+
+    @property
+    def best(self) -> set[str]:
+        """The first setting and those that are tied with it."""
+        return {self.first, *self.tied}
 
 
 def arms(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -69,10 +75,17 @@ def table(found: Mapping[str, Cell]) -> str:
     settings = sorted({setting for cell in found.values() for setting in cell.means})
     lines = ["| cell | " + " | ".join(settings) + " |", "|---" * (1 + len(settings)) + "|"]
     for name, cell in found.items():
-        best = {cell.first, *cell.tied}
-        shown = [_mean(cell.means[setting], is_best=setting in best) for setting in settings]
+        shown = [_mean(cell.means[setting], is_best=setting in cell.best) for setting in settings]
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    counts = leading(found)
+    lines.append(f"| first or tied, of {len(found)} | " + " | ".join(str(counts[own]) for own in settings) + " |")
     return "\n".join(lines)
+
+
+def leading(found: Mapping[str, Cell]) -> dict[str, int]:
+    """Return for each setting in how many cells it ends first or is tied with the first."""
+    settings = next(iter(found.values())).means
+    return {setting: sum(setting in cell.best for cell in found.values()) for setting in settings}
 
 
 def _mean(value: float, *, is_best: bool) -> str:
@@ -99,6 +112,42 @@ def draw(path: Path, grid: Mapping[str, Any], found: Mapping[str, Cell]) -> None
     axis.tick_params(length=0)
     figure.savefig(path, dpi=200)
     plt.close(figure)
+
+
+def draw_gaps(path: Path, grid: Mapping[str, Any], found: Mapping[str, Cell]) -> None:
+    """Draw how far each setting ends below the first: a panel for each setting, with all cells.
+
+    A blue cell is first or tied. A number has the points below the first.
+    """
+    settings, columns = list(grid["settings"]), len(grid["columns"])
+    rows = len(grid["rows"])
+    figure, axes = plt.subplots(
+        math.ceil(len(settings) / 2), 2, figsize=(4.4, 1.1 * len(settings)), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(settings) :]:
+        axis.set_visible(False)
+    for number, (setting, axis) in enumerate(zip(settings, axes.flat, strict=False)):
+        for place, cell in enumerate(found.values()):
+            row, column = divmod(place, columns)
+            gap = 100 * (cell.means[cell.first] - cell.means[setting])
+            colour, strength = ("C0", 0.45) if setting in cell.best else ("C3", min(gap / 40, 0.8))
+            axis.fill_between([column, column + 1], row, row + 1, color=colour, alpha=strength, linewidth=0)
+            axis.text(column + 0.5, row + 0.5, f"{gap:.0f}", ha="center", va="center", fontsize=8)
+        axis.set_title("\n".join(textwrap.wrap(setting, 22)), fontsize=9)
+        axis.set(xlim=(0, columns), ylim=(rows, 0), xticks=[], yticks=[])
+        if number % 2 == 0:
+            axis.set_yticks([i + 0.5 for i in range(rows)], [_short(name) for name in grid["rows"]], fontsize=7)
+        if number >= len(settings) - 2:
+            names = [_short(name) for name in grid["columns"]]
+            axis.set_xticks([i + 0.5 for i in range(columns)], names, fontsize=7)
+        axis.tick_params(length=0)
+    figure.savefig(path, dpi=200)
+    plt.close(figure)
+
+
+def _short(name: str) -> str:
+    """Return a name in lines for the edge of a small panel."""
+    return name.replace(" updates", "").replace(" ", "\n")
 
 
 def _folded(name: str) -> list[str]:

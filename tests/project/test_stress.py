@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from matplotlib.colors import to_rgb
 
 from tests.project import recipe
 from trl_steady import GRPOConfig
@@ -176,7 +177,12 @@ def test_every_pair_of_a_grid_is_an_arm(recipes: Any, tmp_path: Path) -> None:
             built(recipes, arm, tmp_path)
 
 
-def test_a_map_by_hand(recipes: Any, tmp_path: Path) -> None:
+def colour_of(cell: Any) -> str:
+    """Return the name of a filled cell's colour, without its strength."""
+    return next(name for name in ("C0", "C3") if np.allclose(cell.get_facecolor()[0, :3], to_rgb(name)))
+
+
+def test_a_map_by_hand(recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first cell b ends first, and a below it on all seeds; c is below on one seed of two, so it is tied."""
     grid = {"cells": {"x": {}, "y": {}}, "settings": {"a": {}, "b": {}, "c": {}}, "rows": ["r"], "columns": ["x", "y"]}
     ends = {"x, a": [0.1, 0.3], "x, b": [0.3, 0.5], "x, c": [0.1, 0.6]}
@@ -186,9 +192,18 @@ def test_a_map_by_hand(recipes: Any, tmp_path: Path) -> None:
     assert found["x"].means == pytest.approx({"b": 0.4, "c": 0.35, "a": 0.2})
     assert found["y"].first == "a" and found["y"].tied == []
     rows = recipes.grid.table(found).splitlines()
-    assert rows[2:] == ["| x | 20.0 | **40.0** | **35.0** |", "| y | **90.0** | 10.0 | 20.0 |"]
+    last = "| first or tied, of 2 | 1 | 1 | 1 |"
+    assert rows[2:] == ["| x | 20.0 | **40.0** | **35.0** |", "| y | **90.0** | 10.0 | 20.0 |", last]
     recipes.grid.draw(tmp_path / "map.png", grid, found)
     assert recipe.is_picture(tmp_path / "map.png")
+    kept = []
+    monkeypatch.setattr(recipes.grid.plt, "close", kept.append)
+    recipes.grid.draw_gaps(tmp_path / "gaps.png", grid, found)
+    panels = [axis for axis in kept[0].axes if axis.get_visible()]
+    assert [axis.get_title() for axis in panels] == ["a", "b", "c"]
+    assert [[text.get_text() for text in axis.texts] for axis in panels] == [["20", "0"], ["0", "80"], ["5", "70"]]
+    blue = [[colour_of(cell) == "C0" for cell in axis.collections] for axis in panels]
+    assert blue == [[False, True], [True, False], [True, False]]
 
 
 @pytest.mark.slow
