@@ -390,7 +390,7 @@ def _show(kind: Kind, picture: Path, experiment: Mapping[str, Any], runs: Runs) 
         found = cells(experiment, runs)
         grid.draw(picture, experiment["grid"], found)
         grid.draw_gaps(picture.with_stem(f"{picture.stem}-gaps"), experiment["grid"], found)
-        print(grid.table(found))
+        print(grid.table(found), grid.summary(found), sep="\n\n")
         return
     draw(picture, experiment, runs)
     draw_differences(picture.with_stem(f"{picture.stem}-differences"), experiment, runs)

@@ -12,7 +12,7 @@ import numpy as np
 
 from trl_steady.report.compare import interval
 
-__all__ = ["Cell", "arms", "cells", "draw", "draw_gaps", "leading", "table"]
+__all__ = ["Cell", "arms", "cells", "draw", "draw_gaps", "leading", "summary", "table"]
 
 Ends = Mapping[str, Mapping[Any, float]]  # arm -> seed -> endpoint
 
@@ -86,6 +86,16 @@ def leading(found: Mapping[str, Cell]) -> dict[str, int]:
     """Return for each setting in how many cells it ends first or is tied with the first."""
     settings = next(iter(found.values())).means
     return {setting: sum(setting in cell.best for cell in found.values()) for setting in settings}
+
+
+def summary(found: Mapping[str, Cell]) -> str:
+    """Return a Markdown table: how often each setting leads, and its largest gap to the first, in points."""
+    counts = leading(found)
+    lines = [f"| setting | first or tied, of {len(found)} | largest gap, points |", "|---|---|---|"]
+    for setting in sorted(counts, key=lambda own: -counts[own]):
+        gap = max(cell.means[cell.first] - cell.means[setting] for cell in found.values())
+        lines.append(f"| {setting} | {counts[setting]} | {100 * gap:.1f} |")
+    return "\n".join(lines)
 
 
 def _mean(value: float, *, is_best: bool) -> str:

@@ -194,6 +194,8 @@ def test_a_map_by_hand(recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     rows = recipes.grid.table(found).splitlines()
     last = "| first or tied, of 2 | 1 | 1 | 1 |"
     assert rows[2:] == ["| x | 20.0 | **40.0** | **35.0** |", "| y | **90.0** | 10.0 | 20.0 |", last]
+    summary = recipes.grid.summary(found).splitlines()
+    assert summary[2:] == ["| b | 1 | 80.0 |", "| c | 1 | 70.0 |", "| a | 1 | 20.0 |"]
     recipes.grid.draw(tmp_path / "map.png", grid, found)
     assert recipe.is_picture(tmp_path / "map.png")
     kept = []
@@ -255,6 +257,21 @@ def test_what_was_recorded_fits_its_file_and_its_page(recipes: Any, name: str) -
     pictures = ("", "-differences")
     assert all(f"](results/{name}{kind}.png)" in section_of(name) for kind in pictures)
     assert all(np.isfinite([*row["accuracy"].values()]).all() for of_arm in runs.values() for row in of_arm.values())
+
+
+def test_the_recorded_map_is_what_the_pages_say(recipes: Any) -> None:
+    experiment, (settings, runs) = recipes.experiment.load(FOLDER / "map.yaml"), recorded("map")
+    assert settings == experiment
+    assert {arm: list(own) for arm, own in runs.items()} == dict.fromkeys(experiment["arms"], experiment["seeds"])
+    found = recipes.experiment.cells(experiment, runs)
+    section = section_of("map")
+    assert recipes.grid.summary(found) in section
+    assert all(f"](results/map{kind}.png)" in section for kind in ("", "-gaps"))
+    best = recipes.grid.leading(found)["token_truncate and off-policy mask"]
+    for page in ("choose", "evidence"):
+        assert f" in {best} of " in (FOLDER.parents[1] / f"docs/{page}.md").read_text()
+    without_a_loss = [name for name, cell in found.items() if "GRPO" in cell.best]
+    assert without_a_loss == ["fresh and exact", "fresh and 15 levels"]
 
 
 def section_of(name: str) -> str:
