@@ -106,7 +106,7 @@ def main(python: str, wheel: Path, sdist: Path) -> None:
         Path(folder, "quickstart.py").write_text(script.source)
         printed = run(python, "quickstart.py")
     without_digits = lambda text: re.sub(r"(?<!update )\d+(\.\d+)?", "", text)
-    assert without_digits(printed).endswith(without_digits(shown))
+    assert without_digits(shown) in without_digits(printed)
 
 
 if __name__ == "__main__":
