@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -100,6 +100,16 @@ def starting_model(start: Path, folder: Path, build: Callable[[], Any], teach: C
 def updates_per_rollout(args: GRPOConfig) -> int:
     """Return the number of optimizer steps that one rollout feeds."""
     return max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
+
+
+def logged(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[float]]:
+    """Return the values of some metrics in the rows of updates, with four digits. Leave out metrics without one."""
+    found: dict[str, list[float]] = {}
+    for name in names:
+        values = [row[name] for row in history if name in row and "loss" in row]
+        if values:
+            found[name] = [float(f"{value:.4g}") for value in values]
+    return found
 
 
 def train(trainer: GRPOTrainer, callbacks: Sequence[TrainerCallback]) -> None:

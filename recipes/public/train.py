@@ -196,11 +196,7 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
         checks = Checks(trainer, task, **measured)
         trainer.add_callback(checks)
         trainer.train()
-    figures: dict[str, Any] = dict(checks.found)
-    for name in LOGGED:
-        values = [row[name] for row in trainer.state.log_history if name in row and "loss" in row]
-        if values:
-            figures[name] = [float(f"{value:.4g}") for value in values]
+    figures = {**checks.found, **run.logged(trainer.state.log_history, LOGGED)}
     figures["seconds"] = round(time.monotonic() - began)
     return figures
 

@@ -379,7 +379,7 @@ def main(command: Sequence[str] | None = None, kind: Kind = STRESS) -> dict[str,
         "versions": {package: version(package) for package in run.PACKAGES},
         "runs": runs,
     }
-    (output / "results.json").write_text(json.dumps(results))
+    (output / "results.json").write_text(json.dumps(results, separators=(",", ":")))
     _show(kind, output / "arms.png", experiment, runs)
     return results
 

@@ -29,7 +29,7 @@ def entry(expression: str, answer: str) -> dict[str, Any]:
 
 
 class Recording:
-    """What reasoning-gym has returned for the same arguments. An answer that was not recorded is an error."""
+    """Recorded answers of reasoning-gym to the same arguments. It raises an error for one that was not recorded."""
 
     def __init__(self, name: str, *, size: int, seed: int, **terms: int) -> None:
         self.entries: list[Any] = []
@@ -173,7 +173,7 @@ def test_the_clock_stops_during_checks(recipes: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_check_by_hand(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 60 problems, the first 30 have one right sample of eight, and ten others a right greedy answer."""
+    """The first 30 of 60 problems have one right sample of eight, and ten others a right greedy answer."""
     asked: list[int] = []
 
     def right_answers(trainer: Trainer, problems: list[int], *, samples: int, task: Any) -> np.ndarray:
@@ -284,6 +284,11 @@ def test_the_tokens_of_trl_by_hand(public: Any, smollm2: Any, tmp_path: Path, mo
     assert found["TRL"]["trained"] in {8 * (one + other + 2) for one in widths for other in widths}
     assert found["TRL"]["read"] == found["TRL"]["trained"] - 16  # the generation reads the prompts
     assert found["ours"]["trained"] <= found["TRL"]["trained"]
+
+
+def test_metrics_are_read_from_the_rows_of_updates(recipes: Any) -> None:
+    history = [{"loss": 0.1, "kl": 0.123456}, {"eval_loss": 1.0, "kl": 9.0}, {"loss": 0.2, "reward": 1.0}]
+    assert recipes.run.logged(history, ("kl", "reward", "none")) == {"kl": [0.1235], "reward": [1.0]}
 
 
 CURVES = {"TRL": [0.2, 0.5, 0.4, 0.6, 0.7], "ours": [0.2, 0.5, 0.5, 0.6, 0.7], "never": [0.2, 0.9, 0.9, 0.9, 0.4]}

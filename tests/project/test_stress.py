@@ -267,9 +267,12 @@ def test_the_recorded_map_is_what_the_pages_say(recipes: Any) -> None:
     section = section_of("map")
     assert recipes.grid.summary(found) in section
     assert all(f"](results/map{kind}.png)" in section for kind in ("", "-gaps"))
-    best = recipes.grid.leading(found)["token_truncate and off-policy mask"]
-    for page in ("choose", "evidence"):
-        assert f" in {best} of " in (FOLDER.parents[1] / f"docs/{page}.md").read_text()
+    counts = recipes.grid.leading(found)
+    pages = {page: (FOLDER.parents[1] / f"docs/{page}.md").read_text() for page in ("choose", "evidence")}
+    assert all(f" in {counts['token_truncate and off-policy mask']} of " in text for text in pages.values())
+    for setting in ("DPPO", "GRPO", "M2PO", "`token_truncate` alone"):
+        count = counts[setting.removesuffix(" alone").strip("`")]
+        assert re.search(rf"{setting}\s+in {count}[,.]", pages["evidence"]), setting
     without_a_loss = [name for name, cell in found.items() if "GRPO" in cell.best]
     assert without_a_loss == ["fresh and exact", "fresh and 15 levels"]
 
