@@ -55,8 +55,7 @@ demo-tools: $(VENV)/.recipes
 demo-teacher: $(VENV)/.recipes
 	$(TRAIN) recipes/teacher/train.py recipes/teacher/digits.yaml --seeds 0
 
-# one job at a time, since the arms' times are compared
-PUBLIC_TASK = $(TRAIN) recipes/public/train.py --jobs 1 recipes/public
+PUBLIC_TASK = $(TRAIN) recipes/public/train.py recipes/public
 
 demo-public: $(VENV)/.public
 	$(PUBLIC_TASK)/chain-sum.yaml --seeds 0

@@ -1,8 +1,8 @@
 """A public task with a coin as a control, and the time to the same accuracy as TRL.
 
-python recipes/public/train.py recipes/public/chain-sum.yaml [--seeds 0] [--arms TRL ours] [--jobs 1]
+python recipes/public/train.py recipes/public/chain-sum.yaml [--seeds 0] [--arms TRL ours]
 
-The other arguments are those of recipes/stress/experiment.py. To compare times, run one job at a time.
+The other arguments are those of recipes/stress/experiment.py. Each run has one thread. Two run at a time, which needs two cores.
 """
 
 import random
@@ -334,7 +334,7 @@ def show(picture: Path, plan: Mapping[str, Any], runs: experiment.Runs) -> None:
     print("\n\n".join(tables))
 
 
-PUBLIC = experiment.Kind(Arm, prepare, train, show)
+PUBLIC = experiment.Kind(Arm, prepare, train, show, packages=(*run.PACKAGES, "reasoning-gym"))
 
 if __name__ == "__main__":
     experiment.main(kind=PUBLIC)

@@ -15,8 +15,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,6 +100,8 @@ class Kind(NamedTuple):
     """Takes an arm, a seed, this folder and the experiment's `measured`. Returns the figures of a run."""
     show: Callable[[Path, Mapping[str, Any], Runs], None] | None = None
     """Takes the path of the picture, the experiment and its runs, and shows more of them."""
+    packages: Sequence[str] = run.PACKAGES
+    """Packages whose versions stand in `results.json`, if they are installed."""
 
 
 class Comparison(NamedTuple):
@@ -325,6 +328,12 @@ def _run(kind: Kind, arm: Any, seed: int, folder: Path, measured: Mapping[str, A
     return f"{figures['seconds']:4d} s  {last}"
 
 
+def _versions(packages: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            yield package, version(package)
+
+
 def _done(tasks: Mapping[Any, tuple[Any, ...]], jobs: int) -> Iterator[tuple[Any, str]]:
     """Run the tasks, and yield the key and the line of each when it has ended."""
     if jobs == 1:
@@ -376,7 +385,7 @@ def main(command: Sequence[str] | None = None, kind: Kind = STRESS) -> dict[str,
     }
     results = {
         "settings": experiment,
-        "versions": {package: version(package) for package in run.PACKAGES},
+        "versions": dict(_versions(kind.packages)),
         "runs": runs,
     }
     (output / "results.json").write_text(json.dumps(results, separators=(",", ":")))
