@@ -2,7 +2,7 @@
 
 python recipes/public/train.py recipes/public/chain-sum.yaml [--seeds 0] [--arms TRL ours]
 
-The other arguments are those of recipes/stress/experiment.py. Each run has one thread. Two run at a time, which needs two cores.
+The other arguments are those of recipes/stress/experiment.py. Two runs at a time, each in one thread, need two cores.
 """
 
 import random
