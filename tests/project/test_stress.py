@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trl
 import yaml
 from matplotlib.colors import to_rgb
 
@@ -229,6 +230,7 @@ def test_an_experiment_runs_on_a_smaller_model_and_not_again(
 
     results, lines = run()
     assert len(lines) == len(experiment["arms"]) == len(results["runs"])
+    assert not any("%" in line for line in lines)  # one look, after all seeds
     assert results["settings"] == json.loads((output / "results.json").read_text())["settings"] == experiment
     assert recipe.is_picture(output / "arms.png")
     again, lines = run()
@@ -237,6 +239,10 @@ def test_an_experiment_runs_on_a_smaller_model_and_not_again(
     experiment["arms"][arm] = {**experiment["arms"][arm], "options": {"learning_rate": 0.01}}
     _, lines = run("--arms", arm)
     assert len(lines) == 1 and lines[0].endswith(arm)
+
+
+def test_a_package_that_is_missing_has_no_version(recipes: Any) -> None:
+    assert dict(recipes.experiment._versions(("trl", "no-such-package"))) == {"trl": trl.__version__}
 
 
 def recorded(name: str) -> tuple[dict[str, Any], dict[str, dict[int, Any]]]:
