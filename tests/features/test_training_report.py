@@ -22,8 +22,9 @@ from tests.tools.cases import cases
 from tests.tools.engines import Build
 from trl_steady.core.metrics import Clock
 from trl_steady.features import training_report
-from trl_steady.features.training_report import TrainingReport
+from trl_steady.features.training_report import TrainingReport, log_line
 from trl_steady.report import History, diagnose
+from trl_steady.report.symptoms import look
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
 REPORTED: dict[str, Any] = {"training_report": True, "log_line": True}
@@ -300,3 +301,34 @@ def test_a_line_is_in_the_output_of_a_job_at_once(
     sys.stdout.write("\n")
     trainer.train()
     assert seen == [0, 1, 2, 3] and b"too few to judge" in written.getvalue()
+
+
+def solved(completions: list[Any], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def test_the_report_knows_the_metrics_of_the_runs_evaluations(models: dict[str, Path], tmp_path: Path) -> None:
+    """They have any names, and one that falls while the reward rises is an exploited reward."""
+    options = {"eval_metrics": [solved], "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trainer = tiny.trainer(models["dense"], tmp_path, **REPORTED, **options)
+    trainer.train()
+    written = json.loads((tmp_path / "checkpoint-1/steady.json").read_text())
+    rows: list[dict[str, float]] = []
+    for step in range(1, 201):
+        rows.append({"step": step, "reward": step / 200})
+        if step % 10 == 0:
+            rows.append({"step": step, "eval_solved": 1 - step / 250})
+    for run in (written, trainer.feature(TrainingReport)._run()):
+        found, _ = look(History(rows, run))
+        assert found["evaluation-falls"].metric == "eval_solved"
+
+
+def test_each_set_of_an_evaluation_has_a_line(models: dict[str, Path], tmp_path: Path) -> None:
+    logs = {"eval_math_reward": 0.25, "eval_code_reward": 0.5, "eval_math_loss": 1.0}
+    assert log_line(logs, 3, 9) == "step 3/9  eval_math_reward 0.25  eval_code_reward 0.50"
+    written: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_report.tqdm, "write", written.append)
+        sets = {"eval_dataset": {"math": tiny.dataset(2), "code": tiny.dataset(2)}}
+        tiny.trainer(models["dense"], tmp_path, log_line=True, build=sets).evaluate()
+    assert ["eval_math_reward" in line for line in written] == [True, False]

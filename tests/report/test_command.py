@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from trl_steady.cli import main as cli
-from trl_steady.report import command, diagnose
+from trl_steady.report import command, diagnose, reading
 from trl_steady.report.history import History
 
 
@@ -310,3 +311,49 @@ def test_a_damaged_row_or_run_is_left_out(tmp_path: Path, row: dict[str, Any], r
     (folder / "steady.json").write_text(json.dumps(run))
     assert cli.main(["report", str(folder)]) == 0
     assert len(History.read(folder)["reward"].steps) == 8
+
+
+LOGGED = {
+    "trl": [f"{{'loss': 0.1, 'reward': 0.{i}, 'grad_norm': 1.0, 'epoch': 0.{i}}}" for i in range(1, 9)],
+    "verl": [f"step:{i} - actor/grad_norm:1.0 - critic/score/mean:0.{i}" for i in range(1, 9)],
+}
+
+
+@pytest.mark.parametrize("framework", LOGGED)
+def test_a_console_log_may_begin_with_a_line_of_json(tmp_path: Path, framework: str) -> None:
+    """Such as the settings, which many scripts print first."""
+    (tmp_path / "train.log").write_text("\n".join([json.dumps({"lr": 1e-6, "steps": 8}), *LOGGED[framework]]))
+    found = History.read(tmp_path / "train.log")["reward"]
+    assert found.values.tolist() == pytest.approx([i / 10 for i in range(1, 9)], rel=1e-12)
+
+
+def test_json_lines_of_which_the_last_is_cut_off_are_read(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": i, "reward": 0.5}) for i in range(1, 9)]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines)[:-5])
+    assert len(History.read(tmp_path / "log.jsonl")["reward"].values) == 7
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run rotates its checkpoints between the look at its folder and the reading."""
+    old, new = (write(tmp_path / f"checkpoint-{step}", rows(step, reward=0.5)) for step in (4, 8))
+    states = reading._states
+    listed = [*states(tmp_path)]
+    shutil.rmtree(new)
+    monkeypatch.setattr(reading, "_states", lambda _: listed)
+    assert History.read(tmp_path).last_step == 4
+    shutil.rmtree(old)
+    with pytest.raises(ValueError, match="no checkpoint with one, and no log"):
+        History.read(tmp_path)
+
+
+def test_each_log_of_a_folder_has_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        lines = [json.dumps(row) for row in rows(8, reward=0.5)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    assert cli.main(["report", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 0
+    pages = [tmp_path / "report.html", tmp_path / "report-b.html"]
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.endswith(".html")] == list(map(str, pages))
+    assert ["a.jsonl" in page.read_text() for page in pages] == [True, False]

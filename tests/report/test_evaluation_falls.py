@@ -1,5 +1,6 @@
 """The sign of an evaluation metric that falls while the reward rises, and what it must not be taken for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,3 +59,33 @@ def test_noise_is_no_fall() -> None:
 def test_a_small_fall_is_none() -> None:
     """Many answers make a fall sure. A fall by 4 % of the level is still less than an exploited reward costs."""
     assert not is_found(run(to=0.576, answers=1_000_000))
+
+
+def of_sets(**values: Callable[[float], float]) -> History:
+    """Return 200 steps with a rising reward, and 20 evaluations."""
+    rows: list[dict[str, Any]] = []
+    for step in range(1, 201):
+        rows.append({"step": step, "reward": step / 200})
+        if step % 10 == 0 and values:
+            rows.append({"step": step, **{key: value(step / 200) for key, value in values.items()}})
+    return History(rows, {"notes": [], "settings": {}})
+
+
+def test_each_of_several_sets_is_looked_at() -> None:
+    """The third falls while the reward rises, one stays and one rises with it."""
+    well = {"eval_a_reward": lambda done: 0.5, "eval_code_reward": lambda done: done}
+    history = of_sets(**well, eval_math_reward=lambda done: 1 - done / 2)
+    assert look(history)[0]["held-out-falls"].metric == "eval_math_reward"
+    found, missing = look(of_sets(**well, eval_math_reward=lambda done: 0.5 + done / 2))
+    assert "held-out-falls" not in {*found, *missing}
+    assert look(of_sets())[1]["held-out-falls"].startswith("eval_reward")
+
+
+def test_a_reward_without_numbers_is_no_error_of_a_sign() -> None:
+    rows: list[dict[str, Any]] = []
+    for step in range(1, 201):
+        rows.append({"step": step, "reward": None})
+        if step % 10 == 0:
+            rows.append({"step": step, "eval_reward": 1 - step / 400})
+    found, _ = look(History(rows, {"notes": [], "settings": {}}))
+    assert "held-out-falls" not in found

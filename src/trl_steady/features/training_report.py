@@ -160,7 +160,8 @@ class TrainingReport(Feature):
     def _tell(self, logs: Mapping[str, Any]) -> None:
         args = self.args
         state = self.trainer.state
-        if args.log_line and ("loss" in logs or "eval_reward" in logs):
+        is_evaluation = any(key.startswith("eval_") and key.endswith("_reward") for key in logs)
+        if args.log_line and ("loss" in logs or is_evaluation):
             _say(log_line(logs, state.global_step, state.max_steps))
         rows = len(state.log_history)
         if not self._is_on or rows < self._next_diagnosis:
@@ -191,7 +192,8 @@ class TrainingReport(Feature):
         settings: dict[str, Any] = {}
         for name, value in self.args.to_dict().items():
             # no dictionaries, such as model_init_kwargs: they may hold a token, and checkpoints may be pushed
-            if isinstance(value, (bool, int, float, str, NoneType)):
+            is_list_of_names = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            if is_list_of_names or isinstance(value, (bool, int, float, str, NoneType)):
                 settings[name] = value
         notes = list(self.args.doubts)
         for feature in self.trainer.features:
@@ -287,6 +289,9 @@ def log_line(logs: Mapping[str, Any], step: int, last: int) -> str:
     for name, (key, form) in _SHOWN.items():
         if key in numbers:
             words.append(f"{name} {form.format(numbers[key])}")
+    for key, value in numbers.items():
+        if key.startswith("eval_") and key.endswith("_reward") and key != "eval_reward":  # of one of several sets
+            words.append(f"{key} {value:.2f}")
     if "ratio/sequence_min" in numbers and "ratio/sequence_max" in numbers:
         words.append(f"ratio {numbers['ratio/sequence_min']:.3g}..{numbers['ratio/sequence_max']:.3g}")
     dropped = [value for key, value in numbers.items() if key.startswith("dropped/")]

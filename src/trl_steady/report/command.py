@@ -117,6 +117,7 @@ def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) 
         write_comparison(file, runs)
         print(file, flush=True)
         return
+    written: set[Path] = set()
     for path, run in runs.items():
         folder = Path(path)
         if not folder.is_dir():
@@ -124,6 +125,9 @@ def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) 
         file = output or folder / "report.html"
         if path == STDIN and output is None:
             continue  # a pipe has no folder
+        if file in written:  # of another log in the folder
+            file = folder / f"report-{Path(path).stem}.html"
+        written.add(file)
         write(file, path, run)
         print(file, flush=True)
 

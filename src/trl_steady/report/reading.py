@@ -69,10 +69,13 @@ def _read_folder(folder: Path) -> Reading:
     for file in _states(folder):
         try:
             found = _read_file(file)
+            written = file.stat().st_mtime
+        except FileNotFoundError:  # the run has deleted an old checkpoint
+            continue
         except ValueError as error:
             warnings.append(str(error))
             continue
-        logs = _logs(folder, written_after=file.stat().st_mtime)
+        logs = _logs(folder, written_after=written)
         return _with_later_rows(found._replace(warnings=warnings), logs)
     logs = _logs(folder)
     if len(logs) == 1:
@@ -99,7 +102,7 @@ def _states(folder: Path) -> list[Path]:
         steps[file] = int(number) if number.isdigit() else 0
         try:
             steps[file] = int(json.loads(file.read_text()).get("global_step", 0))
-        except (ValueError, TypeError, AttributeError, OverflowError):
+        except (OSError, ValueError, TypeError, AttributeError, OverflowError):
             continue  # it is named when it is read
     return sorted(steps, key=lambda file: steps[file], reverse=True)
 
@@ -214,7 +217,9 @@ def _read_json(text: IO[str], name: str, file: Path | None) -> Reading:
         data = json.loads(content, parse_int=_integer)
     except ValueError as error:
         lines = content.splitlines()
-        if _is_json(lines[0]) and '"log_history"' not in lines[0]:  # the last of ms-swift's lines has one
+        is_record = [_is_json(line) for line in lines if line.strip()]
+        are_records = is_record[:1] == [True] and sum(is_record) > len(is_record) / 2  # others are cut off or damaged
+        if are_records and '"log_history"' not in lines[0]:  # the last of ms-swift's lines has one
             return _read_rows(row_records(map(_parsed, lines)), name)
         if '"log_history"' in content[-200_000:] or '"log_history"' in content[:200_000]:
             raise ValueError(f"{name} is no log of a run: it is cut off or damaged ({error}).") from None

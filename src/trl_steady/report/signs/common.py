@@ -125,7 +125,7 @@ def parted(history: History, rising: Sequence[str], falling: Sequence[str]) -> F
     down = history.first(*falling)
     rise = blocks(history, up)
     fall = blocks(history, down)
-    if len(fall.values) < 6:
+    if len(fall.values) < 6 or not len(rise.values):
         return None
     smooth = running_median(fall.values)
     peak = int(smooth.argmax())

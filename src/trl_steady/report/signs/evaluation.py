@@ -35,6 +35,16 @@ def evaluation_falls(history: History) -> Found | None:
     return None
 
 
+def held_out_falls(history: History) -> Found | None:
+    """Find a reward that rises while that of held-out problems falls, of one set or of one of several."""
+    of_sets = [key for key in sorted(history.keys) if key.startswith("eval_") and key.endswith("_reward")]
+    for key in of_sets or [history.first("eval_reward", "held-out greedy accuracy")]:
+        found = parted(history, ["reward"], [key])
+        if found is not None:
+            return found
+    return None
+
+
 def _metrics(history: History) -> list[str]:
     """Return the keys of the evaluation metrics of which more is better. Raises KeyError if there is none."""
     names = cast(Sequence[str], history.settings.get("eval_metrics") or ["accuracy"])
