@@ -513,3 +513,28 @@ def test_a_run_with_an_order_of_its_own_resumes_as_trls(
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
     assert resumable.differences(tiny.parameters(whole), tiny.parameters(resumed)) == []
     assert tiny.history(resumed)[:-1] == tiny.history(whole)[:-1]
+
+
+class EndsEpoch(transformers.TrainerCallback):
+    """Ends the first epoch at its third step, as a curriculum may."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step == 3
+
+
+@pytest.mark.parametrize(("step", "is_exact"), [(2, True), (3, False), (6, False)])
+def test_a_resume_after_an_epoch_that_a_callback_has_ended_is_refused(
+    models: dict[str, Path], tmp_path: Path, step: int, is_exact: bool
+) -> None:
+    """transformers finds the position from the length of whole epochs, here of four steps."""
+    options = {"gradient_accumulation_steps": 4, "max_steps": 8, "build": {"callbacks": [EndsEpoch()]}}
+    whole = tiny.trainer(models["dense"], tmp_path, **options, save_strategy="steps", save_steps=1)
+    whole.train()
+    resumed = tiny.trainer(models["dense"], tmp_path / "resumed", **options)
+    checkpoint = str(tmp_path / f"checkpoint-{step}")
+    if not is_exact:
+        with pytest.raises(ValueError, match=f"checkpoint-{step} was taken after a callback had ended an epoch"):
+            resumed.train(resume_from_checkpoint=checkpoint)
+        return
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert resumable.differences(tiny.parameters(whole), tiny.parameters(resumed)) == []

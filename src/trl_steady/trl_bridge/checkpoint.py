@@ -170,6 +170,7 @@ class Checkpoints:
             "pool": trainer.metrics.state(),
             "tables": self._tables(),
             "evaluation_is_due": self.evaluation_is_due,
+            "epochs_are_whole": self._epochs_are_whole(),
         }
         write_state(window, checkpoint / self._window_file())
         for feature in trainer.features:
@@ -304,6 +305,12 @@ class Checkpoints:
         window = read_state(file, trainer.accelerator.device.type)
         if self._run and window["run"] != self._run:
             raise ValueError(f"{file} is of another run than the rest of the checkpoint. Copy the checkpoint again.")
+        is_over = trainer.state.global_step >= trainer.state.max_steps
+        if not window.get("epochs_are_whole", True) and not is_over:  # trl-steady 0.1 does not say
+            raise ValueError(
+                f"{checkpoint} was taken after a callback had ended an epoch early, and transformers finds the place "
+                "in the data from the length of whole epochs. Begin a new run with this checkpoint as its model."
+            )
         before = window["settings"]
         now = window_settings(trainer)
         changed = changed_settings(before, now)
@@ -328,6 +335,18 @@ class Checkpoints:
                 continue
             for column, cells in values.items():
                 self._trl._logs[name][column].extend(cells)
+
+    def _epochs_are_whole(self) -> bool:
+        """Return False if a callback has ended an epoch early, from whose length transformers finds the position."""
+        args, state = self._trainer.args, self._trainer.state
+        if self.sampler is None:
+            return True
+        samples = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
+        micro_batches = len(cast(Sized, self.sampler)) // samples
+        epochs, steps = divmod(state.global_step, math.ceil(micro_batches / args.gradient_accumulation_steps))
+        expected = epochs + steps * args.gradient_accumulation_steps / micro_batches
+        ends_now = self._trl.control.should_epoch_stop and steps > 0
+        return abs((state.epoch or 0) - expected) < 0.5 / micro_batches and not ends_now
 
     def _micro_batches_of_epoch(self) -> int:
         """Return the number of micro-batches since the epoch began. The last step of an epoch may have fewer."""
