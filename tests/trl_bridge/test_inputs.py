@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import trl_steady
 from tests.features.step_rewards.tools import rows
 from tests.tools import tiny
 
@@ -54,3 +55,19 @@ def test_rewards_as_tensors_and_numbers_of_every_kind(models: dict[str, Path], t
     logged = {name: list(column) for name, column in trainer._logs["rewards"].items()}
     assert logged["mixed"] == pytest.approx([1.5, 1.0, 2.0, NAN], nan_ok=True)
     assert logged["whole"] == logged["generated"] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["metrics", "checkpoints", "features", "preemption"])
+def test_an_attribute_of_a_script_with_a_name_of_ours_is_refused_before_the_training(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    class Mine(trl_steady.GRPOTrainer):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            setattr(self, name, [])
+
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path)
+    data = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
+    trainer = Mine(str(models["dense"]), tiny.reward, args, **data)
+    with pytest.raises(ValueError, match=f"Mine sets an attribute '{name}' of its own"):
+        trainer.train()

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 import trl_steady
@@ -32,6 +33,20 @@ class LogsAgain(trl_steady.GRPOTrainer):
         super().log({**OF_A_SCRIPT[0]})
 
 
+class Decorated(trl_steady.GRPOTrainer):
+    @torch.no_grad()
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+
+
+class BeforeTheEvaluation(trl_steady.GRPOTrainer):
+    """transformers calls this method where it calls `log`."""
+
+    def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        self.log({**OF_A_SCRIPT[0]})
+        return super()._evaluate(*arguments, **keywords)
+
+
 class InTheLoss(trl_steady.GRPOTrainer):
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
         self.log({**OF_A_SCRIPT[0]})
@@ -51,7 +66,7 @@ class Judge(transformers.TrainerCallback):
 
 
 @pytest.mark.fast_rows(1)
-@pytest.mark.parametrize("kind", [Plain, Delegates, LogsAgain, InTheLoss, Judge])
+@pytest.mark.parametrize("kind", [Plain, Delegates, LogsAgain, Decorated, BeforeTheEvaluation, InTheLoss, Judge])
 def test_each_call_of_transformers_exchanges_metrics_once(models: dict[str, Path], tmp_path: Path, kind: Any) -> None:
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
     args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, **options)
@@ -77,5 +92,13 @@ def test_each_call_of_transformers_exchanges_metrics_once(models: dict[str, Path
     assert calls.count(True) == 5  # two steps, two evaluations and the end
     assert not [logs for logs in exchanged if logs in OF_A_SCRIPT]  # which may come before that of transformers
     # an evaluation has four micro-batches: four prompts, four generations of each
-    others = {Plain: 0, Delegates: 0, LogsAgain: 5, InTheLoss: 2 + 2 * 4, Judge: 2}
+    others = {
+        Plain: 0,
+        Delegates: 0,
+        LogsAgain: 5,
+        Decorated: 0,
+        BeforeTheEvaluation: 1,
+        InTheLoss: 2 + 2 * 4,
+        Judge: 2,
+    }
     assert calls.count(False) == others[kind]

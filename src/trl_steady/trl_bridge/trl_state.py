@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, TypeAlias
 
 import trl
@@ -107,17 +108,20 @@ def _skip(*_: object, **__: object) -> None:
     """Do nothing in place of a method."""
 
 
-def is_called_by_transformers() -> bool:
+def is_called_by_transformers(trainer: object) -> bool:
     """Return True if transformers has called the method `log` of a trainer that asks, also through a script's methods.
 
     All processes write transformers' own logs. A script may call `log` on one of them.
     """
-    called = ""
+    log = as_trl_trainer(trainer).log
+    outermost = getattr(getattr(log, "__func__", log), "__code__", None)  # a decorator's wrapper has another name
+    called: CodeType | None = None
     frame = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module.partition(".")[0] == "transformers":
-            return module == "transformers.trainer" and called == "log"
-        called = frame.f_code.co_name
+            is_log = called is not None and (called is outermost or called.co_name == "log")
+            return module == "transformers.trainer" and is_log
+        called = frame.f_code
         frame = frame.f_back
     return False

@@ -120,6 +120,21 @@ def _required(function: Callable[..., object]) -> set[str]:
     return required
 
 
+def refuse_taken_names(trainer: Trainer, kinds: Mapping[str, type]) -> None:
+    """Refuse attributes that a script has set over ours. Some would fail at the first save only.
+
+    Args:
+        trainer: The trainer.
+        kinds: Name of each attribute of ours -> its class.
+    """
+    for name, kind in kinds.items():
+        if not isinstance(getattr(trainer, name), kind):
+            raise ValueError(
+                f"{type(trainer).__name__} sets an attribute {name!r} of its own, and the trainers of trl-steady have "
+                "one of this name. Give it another name."
+            )
+
+
 def refuse_small_dataset(trainer: Trainer) -> None:
     """Refuse a dataset that is smaller than a rollout, because TRL's sampler would drop all of it."""
     dataset, args = trainer.train_dataset, trainer.args
