@@ -408,3 +408,23 @@ def test_rows_are_counted_where_accelerate_may_repeat_some(models: dict[str, Pat
     assert rows_of(loader, 2) == 2 * ROWS
     assert rows_of(trainer.get_eval_dataloader(questions().to_iterable_dataset()), 2) is None
     assert rows_of([["a script's own batches"]], 2) is None
+
+
+@pytest.mark.parametrize("kind", [trl_steady.GroupReward, trl_steady.RewardAdapter])
+def test_a_reward_that_only_a_rollout_computes_is_refused(models: dict[str, Path], tmp_path: Path, kind: Any) -> None:
+    metric = kind(by_luck) if kind is trl_steady.GroupReward else kind()
+    with pytest.raises(ValueError, match=f"eval_metrics=.*a {kind.__name__} is no function.*reward_funcs"):
+        tiny.trainer(models["dense"], tmp_path, **with_evaluation(eval_metrics=[metric]))
+
+
+def test_steps_are_worth_their_sum(models: dict[str, Path], tmp_path: Path) -> None:
+    def per_token(completion_ids: list[list[int]], **_: Any) -> list[Any]:
+        return [trl_steady.StepRewards.at_tokens([1.0] * len(ids), range(1, len(ids) + 1)) for ids in completion_ids]
+
+    def length(completion_ids: list[list[int]], **_: Any) -> list[int]:
+        return list(map(len, completion_ids))
+
+    trainer = tiny.trainer(models["dense"], tmp_path, **with_evaluation(eval_metrics=[per_token, length]))
+    trainer.evaluate()
+    row = evaluations(trainer)[0]
+    assert row["eval_per_token"] == row["eval_length"] > 1

@@ -14,7 +14,10 @@ from trl_steady.config.evaluation import Functions
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature
 from trl_steady.core.types import Evaluation
+from trl_steady.features.reward_model.reward_function import RewardAdapter
 from trl_steady.functional.answers import maj_at_k, pass_at_k
+from trl_steady.rewards.group import GroupReward
+from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.evaluation import call_as_rewards, sample_as
 from trl_steady.trl_bridge.models import keep_random_state
 from trl_steady.trl_bridge.rewards import group_size
@@ -31,6 +34,17 @@ class Evaluations(Feature):
     args: SharedOptions
     _rows: list[tuple[_Judged, ...]] | None = None
     """The functions' results for each completion of all processes, while an evaluation runs."""
+
+    def on_init_end(self) -> None:
+        """Refuse rewards of ours that only a rollout can compute. They would fail in the first evaluation."""
+        metrics = self.args.eval_metrics or Functions()
+        assert isinstance(metrics, Functions)
+        for metric in metrics:
+            if isinstance(metric, GroupReward | RewardAdapter):
+                why = f"a {type(metric).__name__} is no function of completions alone"
+                self.refuse(
+                    f"eval_metrics={metrics!r}", why, "Put it into reward_funcs: evaluations log its rewards too."
+                )
 
     def around_evaluation(self, evaluation: Evaluation, call_next: Callable[[Evaluation], Any]) -> Any:
         """Evaluate with the sampling of evaluations, and restore the random state of the training."""
@@ -85,10 +99,15 @@ def _random_states_kept() -> Generator[None]:
 
 
 def _judged(returned: Any) -> _Judged:
-    """Return the number and the answer that a function has returned for a completion. NaN is None, as in TRL."""
+    """Return the number and the answer that a function has returned for a completion. NaN is None, as in TRL.
+
+    Steps are worth their sum, as in the log of rewards.
+    """
     answer: Hashable | None = None
     if isinstance(returned, tuple):
         returned, answer = returned
+    if isinstance(returned, StepRewards):
+        returned = math.fsum(returned.values)
     if returned is None or math.isnan(returned):
         return None, None
     return float(returned), answer
