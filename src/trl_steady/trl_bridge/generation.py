@@ -3,7 +3,7 @@
 This file knows how TRL's trainers read prompts and generate, and how transformers' `generate` takes logits processors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -29,9 +29,15 @@ def record_prompts(trainer: Trainer, record: Callable[[list[list[int]]], None]) 
     return patched(trainer, {"_generate": generate_and_record})  # the one method that returns them
 
 
-def tokenize_prompts(trainer: Trainer, prompts: list[Any]) -> list[list[int]]:
-    """Return the token ids of texts or conversations, with the chat template and the tools of rollouts."""
-    return as_trl_trainer(trainer)._tokenize_prompts(prompts)[0]
+def tokenize_prompts(trainer: Trainer, prompts: list[Any], rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Return the token ids of texts or conversations, with the chat template and the tools of rollouts.
+
+    `rows` are the rows of the data set that belong to the prompts. With several environments, they name the tools.
+    """
+    has_several = getattr(trainer, "_multi_environment", False)
+    environments = [row.get("environment") if has_several else None for row in rows]
+    with patched(trainer, {"_batch_environments": environments}):
+        return as_trl_trainer(trainer)._tokenize_prompts(prompts)[0]
 
 
 def collate_rows(trainer: Trainer, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from tests.features.padding_free.rollouts import UNEQUAL, Widths
-from tests.tools import resumable, tiny
+from tests.tools import agent, resumable, tiny
 from tests.tools.wide import load
 from trl_steady.features.teacher.feature import Teacher
 
@@ -266,3 +266,41 @@ def test_a_teacher_is_compared_with_the_policy_among_kept_tokens(models: dict[st
     trainer = tiny.train(tiny.trainer(models["dense"], tmp_path, **options))
     row = tiny.history(trainer)[0]
     assert abs(row["teacher/kl"]) < 1e-6 and row["sampling_mask/kept_mass"] < 0.99
+
+
+def test_a_privileged_teacher_reads_rows_of_environments(tmp_path: Path) -> None:
+    """With "weight", it reads the prompts of some rows, each with the tools of its own environment."""
+
+    class Calculator(agent.Calculator):
+        get_reward = None  # type: ignore[assignment]
+
+    class Doubler(Calculator):
+        pass
+
+    def by_rows(completions: list[Any], **_: Any) -> list[float]:
+        return [float(row % 2) if row < 2 else 1.0 for row in range(len(completions))]
+
+    data = agent.dataset(agent.one_by_one)
+    names = [("a", "b")[row % 2] for row in range(len(data))]
+    solutions = [[{"role": "user", "content": f"solved {row}"}] for row in range(len(data))]
+    data = data.add_column("environment", names).add_column("solution", solutions)
+    factories = {"a": Calculator, "b": Doubler}
+    build = {"train_dataset": data, "processing_class": agent.tokenizer(), "environment_factory": factories}
+    options: dict[str, Any] = {"teacher": "reference", "teacher_prompt": "solution", "loss_type": "grpo", "min_p": 0.1}
+    options |= {"num_generations": 2, "max_completion_length": 160, "max_steps": 1, "beta": 0.1}
+    model = agent.save_model(tmp_path / "model")
+    trainer = tiny.trainer(model, tmp_path / "out", **options, build={**build, "reward_funcs": by_rows})
+    given: list[tuple[list[Any], list[Any]]] = []
+    tokenize = trainer._tokenize_prompts
+
+    def record(prompts: list[Any]) -> Any:
+        given.append((prompts, [*trainer._batch_environments]))
+        return tokenize(prompts)
+
+    trainer._tokenize_prompts = record
+    trainer.train()
+    prompts, environments = given[-1]
+    assert 0 < len(prompts) < 16 and len(environments) == len(prompts)
+    assert [environments[i] for i in range(len(prompts))] == [
+        names[int(prompt[0]["content"].split()[1])] for prompt in prompts
+    ]

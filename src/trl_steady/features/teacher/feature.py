@@ -154,7 +154,7 @@ class Teacher(Feature):
         read = self.args.teacher_prompt
         if not callable(read):
             read = operator.itemgetter(read)
-        ids = tokenize_prompts(self.trainer, [read(row) for row in inputs])
+        ids = tokenize_prompts(self.trainer, [read(row) for row in inputs], inputs)
         pad = cast(int, models.text_tokenizer(self.trainer).pad_token_id)
         prompt_ids, prompt_mask = padded(ids, pad, "left", self.trainer.accelerator.device)
         return {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask}
