@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from datasets import IterableDataset
 from torch import Tensor
 
@@ -52,7 +52,12 @@ class _Prompts:
 
     def take(self, count: int) -> list[_Draw]:
         """Return the next rows, as functions that read them."""
-        return list(itertools.islice(self._rows, count))
+        before = self.position
+        try:
+            return list(itertools.islice(self._rows, count))
+        except BaseException:
+            self.go_to(before)  # an error ends a generator, and the script may train on
+            raise
 
     def _passes(self) -> Iterator[_Draw]:
         number, taken = self.position
@@ -192,7 +197,7 @@ class DynamicSampling(Feature):
                 own_rows.append(
                     {**completion.inputs, "prompt": completion.prompt, "completion": completion.completion}
                 )
-            rows: list[dict[str, Any]] = gather_object(own_rows)
+            rows: list[dict[str, Any]] = gather_object(send_to_device(own_rows, "cpu"))
             answers: list[bool] = []
             for slot, rewards in enumerate(totals.clone()):
                 answers.append(bool(chosen(rewards, rows[slot * size : (slot + 1) * size])))
@@ -247,10 +252,12 @@ class DynamicSampling(Feature):
             for i, completion in group.own.items():
                 move = (owners[i], slot * size + i - owners[i] * count, completion)
                 moves.append(move)
-                if owners[i] != rank:
-                    moves_to_others.append(move)
+                if owners[i] != rank:  # another process may not see this GPU
+                    moves_to_others.append((*move[:2], completion.on("cpu")))
         if is_exchanged:
-            moves += gather_object(moves_to_others)
+            device = self.trainer.accelerator.device
+            for owner, index, completion in gather_object(moves_to_others):
+                moves.append((owner, index, completion.on(device)))
         for owner, index, completion in moves:
             if owner == rank:
                 completions[index] = completion

@@ -10,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from trl_steady.core.feature import Trainer
@@ -45,6 +47,11 @@ class CompletionRecord:
     """Column -> an item of its `TokenRecord`."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Column of the table of completions -> what a reward function has written there with `log_extra`."""
+
+    def on(self, device: torch.device | str) -> "CompletionRecord":
+        """Return the completion with all its tensors on a device."""
+        moved = {name: send_to_device(value, device) for name, value in vars(self).items()}
+        return CompletionRecord(**cast(dict[str, Any], moved))
 
 
 class ResampledRollout:

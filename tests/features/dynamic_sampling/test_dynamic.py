@@ -6,7 +6,7 @@ import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -316,11 +316,24 @@ def test_solved_and_hopeless_groups(models: dict[str, Path], tmp_path: Path) -> 
     assert metric(trainer, f"{PREFIX}solved") == [0.25, 0.25] and metric(trainer, f"{PREFIX}hopeless") == [0.5, 0.5]
 
 
+class Placed(NamedTuple):
+    """A completion, and the device of its tensors."""
+
+    text: str
+    device: str
+
+    def on(self, device: str) -> "Placed":
+        return Placed(self.text, device)
+
+
 @pytest.mark.parametrize("owner", [0, 1])
 def test_the_first_rejected_slots_are_filled_whichever_process_found_the_group(
     monkeypatch: pytest.MonkeyPatch, owner: int
 ) -> None:
-    """Four groups of two, on two processes that are run one after the other. The first and the third are rejected."""
+    """Four groups of two, on two processes that are run one after the other. The first and the third are rejected.
+
+    No tensor goes to another process on a GPU, which that process may not see.
+    """
     sent: list[Any] = []
     monkeypatch.setattr(
         "trl_steady.features.dynamic_sampling.gather_object", lambda moves: [*sent, *(sent.extend(moves) or moves)]
@@ -329,11 +342,13 @@ def test_the_first_rejected_slots_are_filled_whichever_process_found_the_group(
     for rank in (owner, 1 - owner):
         completions[rank] = list(range(4 * rank, 4 * rank + 4))
         feature = object.__new__(DynamicSampling)
-        accelerator = SimpleNamespace(process_index=rank)
+        accelerator = SimpleNamespace(process_index=rank, device=f"cuda:{rank}")
         feature.trainer = SimpleNamespace(accelerator=accelerator, num_generations=2)  # type: ignore[assignment]
-        found: dict[int, Any] = {0: "first", 1: "second"} if rank == owner else {}
-        feature._fill(completions[rank], [0, 2], [_Group([owner, owner], found)])
-    assert completions[0] + completions[1] == ["first", "second", 2, 3, 4, 5, 6, 7]
+        own: dict[int, Any] = {i: Placed(text, f"cuda:{rank}") for i, text in enumerate(("first", "second"))}
+        feature._fill(completions[rank], [0, 2], [_Group([owner, owner], own if rank == owner else {})])
+    assert completions[0][:2] == [Placed("first", "cuda:0"), Placed("second", "cuda:0")]
+    assert completions[0][2:] + completions[1] == [2, 3, 4, 5, 6, 7]
+    assert {placed.device for _, _, placed in sent} == ({"cpu"} if owner else set())
 
 
 # errors

@@ -1,7 +1,9 @@
 """Dynamic sampling: rows of a rollout with everything that belongs to them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from tests.features.router_replay import tools as routed
 from tests.features.sampling_mask import tools as sampled
 from tests.tools import agent, resumable, tiny
 from trl_steady import StepRewards
+from trl_steady.features.dynamic_sampling import _Prompts
+from trl_steady.trl_bridge.resampling import CompletionRecord
 
 # with a filter that keeps everything, it is as without it
 
@@ -282,3 +286,46 @@ def test_turns_of_agents_travel_with_their_rows(tmp_path: Path, setup: str) -> N
     for sets, tools in zip(samples["kept_tokens"], is_tool, strict=True):  # a token of a tool has none
         counts = sets[1].diff()[: len(tools)].tolist()
         assert [count == 0 for count in counts] == tools
+
+
+def test_a_stream_goes_on_after_an_error_of_one_read() -> None:
+    """A script may catch the error, here in the second pass, and train on with the same trainer."""
+    rows = [{"prompt": str(number)} for number in range(6)]
+    errors = [False, True, False]
+
+    def unsteady() -> Iterator[Any]:
+        fails = errors.pop(0) if errors else False
+        yield from rows[:3]
+        if fails:
+            raise ConnectionError("the network is down")
+        yield from rows[3:]
+
+    def prompts(generator: Any) -> _Prompts:
+        data = IterableDataset.from_generator(generator)
+        return _Prompts(SimpleNamespace(train_dataset=data, args=SimpleNamespace(seed=0)))  # type: ignore[arg-type]
+
+    steady = prompts(lambda: iter(rows))
+    expected = [draw() for draw in steady.take(12)]
+    found = prompts(unsteady)
+    taken = [draw() for draw in found.take(4)]
+    with pytest.raises(ConnectionError):
+        found.take(4)
+    taken += [draw() for draw in found.take(8)]
+    assert taken == expected and found.position == steady.position
+
+
+def test_a_row_that_goes_to_another_process_takes_no_tensor_of_this_gpu() -> None:
+    gpu = torch.device("meta")
+    row = CompletionRecord(
+        inputs={"prompt": "a", "image": [torch.ones(2, device=gpu)]},
+        prompt=[{"role": "user", "content": "a"}],
+        completion="b",
+        generated=([1, 2], None),
+        returned=(torch.tensor(1.0, device=gpu), 0.5),
+        rewards=[1.0, 0.5],
+        token_values={"routes": torch.ones(3, 2, device=gpu)},
+        extra={"column": torch.zeros(1, device=gpu)},
+    )
+    back = replace(row, inputs={"prompt": "a", "image": [torch.ones(2)]}, returned=(torch.tensor(1.0), 0.5)).on("meta")
+    assert back.inputs["image"][0].device == back.returned[0].device == gpu and back.returned[1] == 0.5
+    assert back.generated == ([1, 2], None) and back.prompt == row.prompt and back.token_values.keys() == {"routes"}
