@@ -99,7 +99,8 @@ class ScalarHeadModel(Scorer):
         """Return the values (...) of hidden states (..., H)."""
         with torch.autocast(hidden.device.type, enabled=False):
             dtype = torch.promote_types(self.head.weight.dtype, torch.float32)  # FSDP2 may cast the weight
-            return torch.nn.functional.linear(hidden.to(dtype), self.head.weight.to(dtype)).squeeze(-1)
+            weight = self.head.weight.to(hidden.device, dtype)  # a model may be split over several GPUs
+            return torch.nn.functional.linear(hidden.to(dtype), weight).squeeze(-1)
 
     @contextlib.contextmanager
     def _adapter_active(self) -> Generator[None]:

@@ -38,10 +38,14 @@ class ScalarHeadFeature(Feature):
     def adopt(self, model: ScalarHeadModel) -> None:
         """Take a model, the same on all processes, that neither the policy's optimizer nor DDP trains."""
         self.model = model
+        device = self.trainer.accelerator.device  # DeepSpeed moves the policy there later, and never the head
+        if not self.trainer.is_fsdp_enabled:
+            model.head.to(device)
         for parameter in model.parameters:
             parameter.requires_grad_(False)
-            if not self.trainer.is_fsdp_enabled:
-                parameter.data = cast(Tensor, broadcast(parameter.data))
+            if not self.trainer.is_fsdp_enabled:  # NCCL sends no tensor of the CPU
+                sent = cast(Tensor, broadcast(parameter.data.to(device)))
+                parameter.data = sent.to(parameter.device)
 
     def around_save_model(self, folder: Path | None, call_next: Callable[[Path | None], None]) -> None:
         """Save the policy without the model, and the model beside it."""
