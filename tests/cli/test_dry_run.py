@@ -309,3 +309,19 @@ def test_the_head_takes_what_is_computed(rows: int) -> None:
         model = page.Model(hidden, 1, 4, 2, 1024, vocab=vocabulary)
         computed = page.passes(model, "QLoRA", rows, on_cpu=True)["head backward"]
     assert abs(computed / peak - 1) < 0.05
+
+
+def test_sets_for_evaluations_may_be_streams(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whose prompts nobody can count."""
+    rows = tiny.dataset(2)
+    for second, words in (
+        (tiny.dataset(4), "evaluation: 6 prompts, 24 completions"),
+        (rows.to_iterable_dataset(), ""),
+    ):
+        sets = {"a": rows, "b": second}
+        with dry_run(step=False), pytest.raises(SystemExit):
+            tiny.trainer(models["dense"], tmp_path, build={"eval_dataset": sets}, eval_strategy="steps").train()
+        said = capsys.readouterr().out
+        assert words in said and ("evaluation:" in said) == bool(words)

@@ -78,7 +78,7 @@ vllm_engine_kwargs: '{"enforce_eager": true}' | model_init_kwargs: {dtype: bfloa
 report_to: [none] | optim: sgd | lr_scheduler_type: cosine | eval_strategy: "no" | save_steps: 0.5
 lora_target_modules: all-linear | lora_target_modules: [q_proj] | reward_funcs: [a.b] | reward_weights: [1, 0.5]
 datasets: [{path: a, split: train}] | env: {A: 1} | num_processes: 8 | num_processes: "8" | main_process_port: 0
-scale_rewards: false | fsdp: true | resume_from_checkpoint: true | max_grad_norm: null
+scale_rewards: false | fsdp: true | resume_from_checkpoint: true
 accelerate_config: fsdp2 | fsdp_version: 2 | mixed_precision: bf16 | engine_check: 2 | beta: 0
 """
 REFUSED = """

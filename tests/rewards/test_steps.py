@@ -105,7 +105,8 @@ def test_a_scorer_may_be_async_and_may_be_silent() -> None:
     async def judge(steps: list[list[str]], **_: Any) -> list[list[float] | None]:
         return await Judge()(steps)
 
-    for scorer, name in ((judge, "judge"), (Judge(), "Judge"), (functools.partial(judge), "partial")):
+    partials = ((functools.partial(judge), "judge"), (functools.partial(functools.partial(Judge())), "Judge"))
+    for scorer, name in ((judge, "judge"), (Judge(), "Judge"), *partials):
         reward: Any = rewards.scored_steps(scorer, rewards.by_regex(r"\n"))
         result = asyncio.run(reward(prompts=["p", "q"], completions=["a\nb", "a"]))
         assert result == [None, StepRewards([0.5], [1])]

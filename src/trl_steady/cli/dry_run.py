@@ -175,11 +175,11 @@ def _lines(trainer: SteadyTrainer) -> Generator[str]:
     if epoch:
         run = f"{run}, {steps / steps_per_epoch:.3g} epochs"
     yield run
-    rows = cast(Any, trainer.eval_dataset)
-    if args.eval_strategy != "no" and has_length(rows):
-        prompts = len(rows)
-        if isinstance(rows, dict):
-            prompts = sum(map(len, rows.values()))
+    sets = cast(Any, trainer.eval_dataset)
+    if not isinstance(sets, dict):
+        sets = {"": sets}
+    if args.eval_strategy != "no" and all(map(has_length, sets.values())):
+        prompts = sum(map(len, sets.values()))
         completions = prompts * (args.num_generations_eval or args.num_generations or 1)
         yield f"  evaluation: {prompts} prompts, {completions} completions"
     parts = memory(trainer)

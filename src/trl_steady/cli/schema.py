@@ -17,7 +17,6 @@ _ALSO = {
     "resume_from_checkpoint": "boolean",
     "fsdp": "boolean",
     "lora_target_modules": "string",
-    "max_grad_norm": "null",
 }
 
 

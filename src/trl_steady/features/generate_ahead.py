@@ -107,7 +107,7 @@ class GenerateAhead(Feature):
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Note the rows of a rollout in training. Further rounds of dynamic sampling generate as usual."""
         self._rows = None
-        if self._is_on and self.trainer.model.training:
+        if self._is_on and self.trainer.awaits_backward:  # not for a reward model's first training
             self._rows = rollout.inputs
         return call_next(rollout)
 

@@ -1,5 +1,6 @@
 """Reward functions for TRL that score the steps of completions with any callable."""
 
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -53,7 +54,10 @@ def scored_steps(
         split, scores = ask(completions, columns)
         return fit(split, scores)
 
-    is_async = inspect.iscoroutinefunction(scorer) or inspect.iscoroutinefunction(type(scorer).__call__)
+    function = scorer
+    while isinstance(function, functools.partial):  # as TRL does
+        function = function.func
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     reward = later if is_async else now
-    reward.__name__ = name or getattr(scorer, "__name__", type(scorer).__name__)
+    reward.__name__ = name or getattr(function, "__name__", type(function).__name__)
     return reward

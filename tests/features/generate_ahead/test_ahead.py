@@ -25,6 +25,7 @@ from tests.tools.resumable import differences
 from tests.trainers import images
 from trl_steady.features.generate_ahead import GenerateAhead
 from trl_steady.trl_bridge.generate_ahead import PendingRequest
+from trl_steady.trl_bridge.rollout import generate_outside_training
 
 llava = images.llava
 
@@ -500,3 +501,14 @@ def test_a_lag_that_nothing_corrects_is_warned_of(
         warnings.simplefilter("always")
         ahead.build(server.url, models["dense"], tmp_path, **options)
     assert any("nothing corrects for that" in str(each.message) for each in given) == warns
+
+
+def test_a_rollout_outside_of_the_training_has_no_place_in_its_order(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
+) -> None:
+    """Such as those of a reward model's first training."""
+    trainer = ahead.build(server.url, models["dense"], tmp_path)
+    trainer.model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        generate_outside_training(trainer, [dict(row) for row in tiny.dataset(4) for _ in range(4)])
