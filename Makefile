@@ -222,7 +222,7 @@ docs: $(VENV)/.docs $(VENV)/.test
 	$(BIN)/mkdocs build --strict
 	DOCS_SITE=site $(BIN)/python -m pytest -q tests/project/test_docs.py tests/project/test_site.py
 
-bench: $(VENV)/.recipes
+bench: $(VENV)/.test
 	$(BIN)/python benchmarks/seam.py
 	$(BIN)/python benchmarks/reference.py
 	$(TRAIN) benchmarks/padding.py
