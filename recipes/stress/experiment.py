@@ -87,6 +87,8 @@ USUAL = ("accuracy", "outside", "ess", "grad_norm")
 """Figures in the picture, unless the YAML has `pictured`."""
 TEXTS = ("question", "control", "endpoint", "failure", "analysis", "chosen")
 """Keys of an experiment that are for readers."""
+SHAPE = ("arms", "grid", "baseline", "seeds", "measured", "figure", "pictured", "columns", "drawn", "level")
+"""Keys of an experiment that no arm has."""
 
 
 class Kind(NamedTuple):
@@ -132,21 +134,33 @@ def arms(experiment: Mapping[str, Any], arm: type = Arm) -> dict[str, Any]:
         ValueError: If the experiment or an arm has a key that nothing reads.
     """
     keys = {field.name for field in fields(arm)}
-    shape = "arms", "grid", "baseline", "seeds", "measured", "figure", "pictured", "columns", "drawn", "level"
-    of_all = keys | {*TEXTS, *shape}
-    named = ((f"The arm {name!r}", own, keys | {"against"}) for name, own in experiment["arms"].items())
-    for what, given, known in (("The experiment", experiment, of_all), *named):
-        if unknown := given.keys() - known:
-            raise ValueError(f"{what} has {sorted(unknown)}. It can have {sorted(known)}.")
-
-    def settings(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    _refuse_unknown("The experiment", experiment, keys | {*TEXTS, *SHAPE})
+    found: dict[str, Any] = {}
+    for name, own in experiment["arms"].items():
+        _refuse_unknown(f"The arm {name!r}", own, keys | {"against"})
+        settings: dict[str, Any] = {}
         for key in keys:
             given = [of[key] for of in (experiment, own) if key in of]
             if given:
-                is_merged = all(isinstance(each, Mapping) for each in given)
-                yield key, {name: value for each in given for name, value in each.items()} if is_merged else given[-1]
+                settings[key] = _merged(given)
+        found[name] = arm(**settings)
+    return found
 
-    return {name: arm(**dict(settings(own))) for name, own in experiment["arms"].items()}
+
+def _refuse_unknown(what: str, given: Mapping[str, Any], known: set[str]) -> None:
+    unknown = given.keys() - known
+    if unknown:
+        raise ValueError(f"{what} has {sorted(unknown)}. It can have {sorted(known)}.")
+
+
+def _merged(given: Sequence[Any]) -> Any:
+    """Return the last of several settings, or what they have together if all are mappings."""
+    if not all(isinstance(each, Mapping) for each in given):
+        return given[-1]
+    together: dict[str, Any] = {}
+    for each in given:
+        together |= each
+    return together
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -234,8 +248,11 @@ def _mean(runs: Mapping[int, Mapping[str, Any]], name: str) -> str:
     """Return the mean of a figure over rollouts or checks, and seeds; nothing if the arm has no such figure."""
     if any(name not in figures for figures in runs.values()):
         return ""
-    values = [_curve(figures, name)[1] for figures in runs.values()]
-    return format(float(np.mean([np.mean([v for v in own if v is not None]) for own in values])), SHOWN[name].form)
+    means: list[float] = []
+    for figures in runs.values():
+        _, values = _curve(figures, name)
+        means.append(float(np.mean([value for value in values if value is not None])))
+    return format(float(np.mean(means)), SHOWN[name].form)
 
 
 def draw_differences(path: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
@@ -281,7 +298,8 @@ def draw(path: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
                 if not curves:
                     continue
                 steps = min((of_run for of_run, _ in curves), key=max)  # runs of `rollouts` end at different updates
-                values = np.array([np.interp(steps, *np.array(curve, dtype=float)) for curve in curves])
+                at_steps = [np.interp(steps, of_run, np.array(own, dtype=float)) for of_run, own in curves]
+                values = np.array(at_steps)
                 axis.plot(steps, values.mean(axis=0), line, color=colour, linewidth=2, label=arm)
                 if name in CHECKED:
                     axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.07)
@@ -361,28 +379,30 @@ def main(command: Sequence[str] | None = None, kind: Kind = STRESS) -> dict[str,
         _show(kind, asked.redraw.with_suffix(".png"), experiment, recorded["runs"])
         return recorded
     output = asked.output_dir or Path("outputs") / asked.experiment.resolve().parent.name / asked.experiment.stem
-    if unknown := {*(asked.arms or ())} - {*experiment["arms"]}:
+    names = asked.arms or list(experiment["arms"])
+    unknown = set(names) - experiment["arms"].keys()
+    if unknown:
         parser.error(f"--arms {sorted(unknown)}: the experiment has {list(experiment['arms'])}")
-    chosen = {
-        name: arm for name, arm in arms(experiment, kind.arm).items() if name in (asked.arms or experiment["arms"])
-    }
+    chosen = {name: arm for name, arm in arms(experiment, kind.arm).items() if name in names}
     seeds = asked.seeds or experiment["seeds"]
-    files = {
-        (name, seed): output / "runs" / f"{re.sub('[^A-Za-z0-9]+', '-', name)}-seed{seed}.json"
-        for seed in seeds
-        for name in chosen
-    }
+    files: dict[tuple[str, int], Path] = {}
+    for seed in seeds:
+        for name in chosen:
+            stem = re.sub("[^A-Za-z0-9]+", "-", name)
+            files[name, seed] = output / "runs" / f"{stem}-seed{seed}.json"
     folder = output.parent
     for arm in chosen.values():
         kind.prepare(arm, folder)  # makes the starting models once, for all runs
     measured = experiment["measured"]
-    missing = [key for key, file in files.items() if not _is_done(file, chosen[key[0]], measured)]
-    tasks = {(name, seed): (kind, chosen[name], seed, folder, measured, files[name, seed]) for name, seed in missing}
+    tasks: dict[tuple[str, int], tuple[Any, ...]] = {}
+    for (name, seed), file in files.items():
+        if not _is_done(file, chosen[name], measured):
+            tasks[name, seed] = (kind, chosen[name], seed, folder, measured, file)
     for number, ((name, seed), line) in enumerate(_done(tasks, asked.jobs), 1):
-        print(f"{number:3d}/{len(missing)}  seed {seed}  {line}  {name}", flush=True)
-    runs: Runs = {
-        name: {seed: json.loads(files[name, seed].read_text())["figures"] for seed in seeds} for name in chosen
-    }
+        print(f"{number:3d}/{len(tasks)}  seed {seed}  {line}  {name}", flush=True)
+    runs: Runs = {name: {} for name in chosen}
+    for (name, seed), file in files.items():
+        runs[name][seed] = json.loads(file.read_text())["figures"]
     results = {
         "settings": experiment,
         "versions": dict(_versions(kind.packages)),
