@@ -79,7 +79,11 @@ def rendered(heading: list[str], rows: list[list[str]]) -> str:
 def gigabytes(number: float) -> str:
     """Return 10^9 bytes with two or three digits; nothing for 0."""
     size = number / 1e9
-    return "" if not size else f"{size:.2g}" if size < 0.95 else f"{size:.1f}" if size < 99.5 else f"{size:.0f}"
+    if not size:
+        return ""
+    if size < 0.95:
+        return f"{size:.2g}"
+    return f"{size:.1f}" if size < 99.5 else f"{size:.0f}"
 
 
 def totals() -> str:

@@ -36,17 +36,12 @@ def arrows() -> list[tuple[str, str]]:
     found = set[tuple[str, str]]()
     for path in SRC.rglob("*.py"):
         room = path.relative_to(SRC).parts[0].removesuffix(".py")
-        modules = [
-            name
-            for node in ast.walk(ast.parse(path.read_text()))
-            for name in (
-                [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else []
-            )
-        ]
+        modules: list[str] = []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                modules.append(node.module or "")
+            elif isinstance(node, ast.Import):
+                modules += [alias.name for alias in node.names]
         imported = {module.split(".")[1] for module in modules if module.startswith("trl_steady.")}
         found |= {(room, other) for other in imported & SAYS.keys() if room in SAYS and other != room}
     return sorted(found)

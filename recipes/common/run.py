@@ -102,13 +102,13 @@ def updates_per_rollout(args: GRPOConfig) -> int:
     return max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
 
 
-def logged(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[float]]:
+def logged(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[float | None]]:
     """Return the values of some metrics in the rows of updates, with four digits. Leave out metrics without one."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float | None]] = {}
     for name in names:
         values = [row[name] for row in history if name in row and "loss" in row]
         if values:
-            found[name] = [float(f"{value:.4g}") for value in values]
+            found[name] = [None if value is None else float(f"{value:.4g}") for value in values]
     return found
 
 

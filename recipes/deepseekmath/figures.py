@@ -65,10 +65,9 @@ def measured(arguments: Sequence[str], file: Path) -> Figures:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         found = train.main(recipe, args)
     right = [round(row["right"], 4) for row in found["history"] if "right" in row]
-    scores = {
-        of: {metric: [round(point["mean"], 4) for point in own[metric]] for metric in evaluate.METRICS}
-        for of, own in found["scores"].items()
-    }
+    scores: dict[str, dict[str, list[float]]] = {}
+    for of, own in found["scores"].items():
+        scores[of] = {metric: [round(point["mean"], 4) for point in own[metric]] for metric in evaluate.METRICS}
     kept = {CHECKS: found[CHECKS], "scores": scores, "right": right, "seconds": found["seconds"]["in all"]}
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps({"settings": settings, "figures": kept}))

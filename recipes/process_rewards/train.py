@@ -44,9 +44,14 @@ class Picture(run.TrainerCallback):
         completions, size = self.trainer.last_step_advantages, args.num_generations
         if state.global_step != 1 or not completions or not state.is_world_process_zero:
             return
-        groups = [completions[start : start + size] for start in range(0, len(completions), size)]
-        by_text = ({"".join(text for text, _ in completion): completion for completion in group} for group in groups)
-        advantages_png(list(max(by_text, key=len).values())[:SHOWN], self.path, columns=32)
+        different: list[Any] = []
+        for start in range(0, len(completions), size):
+            by_text: dict[str, Any] = {}
+            for completion in completions[start : start + size]:
+                by_text["".join(text for text, _ in completion)] = completion
+            if len(by_text) > len(different):
+                different = list(by_text.values())
+        advantages_png(different[:SHOWN], self.path, columns=32)
 
 
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:

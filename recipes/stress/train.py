@@ -249,21 +249,17 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
     history, each = trainer.state.log_history, run.updates_per_rollout(args)
     updates = [row for row in history if "loss" in row]
     rollouts = [updates[i : i + each] for i in range(0, len(updates), each)]
-    return {
-        **checks.found,
-        **{
-            name: _rounded([_last(row.get(name) for row in own) for own in rollouts])
-            for name in LOGGED
-            if any(name in row for row in updates)
-        },
-        **{name: _rounded([own[name] for own in trainer.apart]) for name in _names(trainer.apart)},
-        **{
-            name: _rounded([row[key] for row in history if key in row])
-            for key, name in PROBED.items()
-            if arm.model == "mixture"
-        },
-        "seconds": round(time.monotonic() - began),
-    }
+    figures: dict[str, Any] = dict(checks.found)
+    for name in LOGGED:
+        if any(name in row for row in updates):
+            figures[name] = _rounded([_last(row.get(name) for row in own) for own in rollouts])
+    for name in _names(trainer.apart):
+        figures[name] = _rounded([own[name] for own in trainer.apart])
+    if arm.model == "mixture":
+        for key, name in PROBED.items():
+            figures[name] = _rounded([row[key] for row in history if key in row])
+    figures["seconds"] = round(time.monotonic() - began)
+    return figures
 
 
 @torch.no_grad()

@@ -78,15 +78,12 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
         trainer.remove_callback(run.PrinterCallback)
         trainer.train()
     history = trainer.state.log_history
-    return {
-        **{name: {row["step"]: round(row[key], 6) for row in history if key in row} for key, name in CHECKED.items()},
-        **{
-            name: [row[name] and float(f"{row[name]:.4g}") for row in history if name in row and "loss" in row]
-            for name in LOGGED
-            if any(name in row for row in history)
-        },
-        "seconds": round(time.monotonic() - began),
-    }
+    figures: dict[str, Any] = {}
+    for key, name in CHECKED.items():
+        figures[name] = {row["step"]: round(row[key], 6) for row in history if key in row}
+    figures |= run.logged(history, LOGGED)
+    figures["seconds"] = round(time.monotonic() - began)
+    return figures
 
 
 def prepare(_: Arm, folder: Path) -> None:
