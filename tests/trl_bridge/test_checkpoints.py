@@ -538,3 +538,19 @@ def test_a_resume_after_an_epoch_that_a_callback_has_ended_is_refused(
         return
     resumed.train(resume_from_checkpoint=checkpoint)
     assert resumable.differences(tiny.parameters(whole), tiny.parameters(resumed)) == []
+
+
+def test_a_sampler_without_a_length_is_saved(models: dict[str, Path], tmp_path: Path) -> None:
+    class Endless(torch.utils.data.Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield from (row for row in range(16) for _ in range(4))
+
+    class Mine(trl_steady.GRPOTrainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return Endless()
+
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    data = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
+    Mine(str(models["dense"]), tiny.reward, args, **data).train()
+    assert (tmp_path / "checkpoint-2/manifest.json").is_file()

@@ -21,7 +21,7 @@ from typing import Any, cast
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import has_length, rotate_checkpoints, sort_checkpoints
 
 from trl_steady.core.feature import Trainer, warn_user
 from trl_steady.core.state_file import read_state, write_state
@@ -338,13 +338,13 @@ class Checkpoints:
 
     def _epochs_are_whole(self) -> bool:
         """Return False if a callback has ended an epoch early, from whose length transformers finds the position."""
-        args, state = self._trainer.args, self._trainer.state
-        if self.sampler is None:
+        state, loader = self._trainer.state, self._trl.callback_handler.train_dataloader
+        if self.data_order != "sampler" or not has_length(loader):
             return True
-        samples = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
-        micro_batches = len(cast(Sized, self.sampler)) // samples
-        epochs, steps = divmod(state.global_step, math.ceil(micro_batches / args.gradient_accumulation_steps))
-        expected = epochs + steps * args.gradient_accumulation_steps / micro_batches
+        micro_batches = len(loader)
+        accumulation = self._trainer.args.gradient_accumulation_steps
+        epochs, steps = divmod(state.global_step, math.ceil(micro_batches / accumulation))
+        expected = epochs + steps * accumulation / micro_batches
         ends_now = self._trl.control.should_epoch_stop and steps > 0
         return abs((state.epoch or 0) - expected) < 0.5 / micro_batches and not ends_now
 
