@@ -39,14 +39,6 @@ class Decorated(trl_steady.GRPOTrainer):
         super().log(logs, start_time)
 
 
-class BeforeTheEvaluation(trl_steady.GRPOTrainer):
-    """transformers calls this method where it calls `log`."""
-
-    def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        self.log({**OF_A_SCRIPT[0]})
-        return super()._evaluate(*arguments, **keywords)
-
-
 class InTheLoss(trl_steady.GRPOTrainer):
     def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
         self.log({**OF_A_SCRIPT[0]})
@@ -66,7 +58,7 @@ class Judge(transformers.TrainerCallback):
 
 
 @pytest.mark.fast_rows(1)
-@pytest.mark.parametrize("kind", [Plain, Delegates, LogsAgain, Decorated, BeforeTheEvaluation, InTheLoss, Judge])
+@pytest.mark.parametrize("kind", [Plain, Delegates, LogsAgain, Decorated, InTheLoss, Judge])
 def test_each_call_of_transformers_exchanges_metrics_once(models: dict[str, Path], tmp_path: Path, kind: Any) -> None:
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
     args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, **options)
@@ -97,7 +89,6 @@ def test_each_call_of_transformers_exchanges_metrics_once(models: dict[str, Path
         Delegates: 0,
         LogsAgain: 5,
         Decorated: 0,
-        BeforeTheEvaluation: 1,
         InTheLoss: 2 + 2 * 4,
         Judge: 2,
     }

@@ -1,4 +1,4 @@
-"""Where a critic computes, if the policy is not where the head is."""
+"""A critic computes on the device of the hidden states, wherever its head was made."""
 
 from types import SimpleNamespace
 
