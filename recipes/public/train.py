@@ -232,19 +232,23 @@ def time_table(plan: Mapping[str, Any], runs: experiment.Runs) -> str:
     arms reach it, with a 95 % bootstrap interval.
     """
     lines = [
-        "| arm | seeds | CPU minutes | ratio (95 % interval) | tokens generated | tokens trained on |",
-        "|---|---|---|---|---|---|",
+        "| arm | seeds | CPU minutes | ratio (95 % interval) | tokens generated / trained on |",
+        "|---|---|---|---|---|",
     ]
     spent = {arm: {seed: spent_until(plan, own) for seed, own in of_arm.items()} for arm, of_arm in runs.items()}
     for arm, own in spent.items():
         found = [each for each in own.values() if each is not None]
-        cells = [arm, f"{len(found)} of {len(own)}", *[""] * 4]
+        cells = [arm, f"{len(found)} of {len(own)}", *[""] * 3]
         if found:
-            minutes, *tokens = (np.mean([each[name] for each in found]) for name in ("cpu", "generated", "trained"))
+            seconds, generated, trained = (_mean(found, name) for name in ("cpu", "generated", "trained"))
             ratio = "" if arm == plan["baseline"] else _ratio(own, spent.get(plan["baseline"], {}))
-            cells[2:] = f"{minutes / 60:.1f}", ratio, *(f"{number:,.0f}" for number in tokens)
+            cells[2:] = f"{seconds / 60:.1f}", ratio, f"{generated:,.0f} / {trained:,.0f}"
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _mean(spent: Sequence[Mapping[str, float]], name: str) -> float:
+    return float(np.mean([each[name] for each in spent]))
 
 
 def _ratio(own: Mapping[int, Any], others: Mapping[int, Any]) -> str:
@@ -260,25 +264,23 @@ def _ratio(own: Mapping[int, Any], others: Mapping[int, Any]) -> str:
 def cost_table(runs: experiment.Runs) -> str:
     """Return a table in Markdown: where the time of whole runs goes, mean over seeds."""
     lines = [
-        "| arm | CPU minutes | of them generation | the rest | tokens generated | read | trained on |",
-        "|---|---|---|---|---|---|---|",
+        "| arm | CPU minutes | of them generation | tokens generated | read / trained on |",
+        "|---|---|---|---|---|",
     ]
     for arm, own in runs.items():
         last = [list(figures["clock"].values())[-1] for figures in own.values()]
-        spent = {name: float(np.mean([each[name] for each in last])) for name in SPENT}
-        seconds = (spent["cpu"], spent["generation"], spent["cpu"] - spent["generation"])
-        cells = [f"{value / 60:.1f}" for value in seconds]
-        cells += [f"{spent[name]:,.0f}" for name in ("generated", "read", "trained")]
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
+        spent = {name: _mean(last, name) for name in SPENT}
+        minutes = f"{spent['cpu'] / 60:.1f} | {spent['generation'] / 60:.1f}"
+        tokens = f"{spent['generated']:,.0f} | {spent['read']:,.0f} / {spent['trained']:,.0f}"
+        lines.append(f"| {arm} | {minutes} | {tokens} |")
     return "\n".join(lines)
 
 
-def gains_table(plan: Mapping[str, Any], runs: experiment.Runs) -> str:
+def gains_table(names: Sequence[str], runs: experiment.Runs) -> str:
     """Return a table in Markdown: the gains of the endpoint over the start, in points, with 95 % intervals over seeds.
 
-    Its columns are the plan's `pictured`.
+    Its columns are the figures `names`.
     """
-    names = plan["pictured"]
     headings = " | ".join(experiment.SHOWN[name].heading for name in names)
     lines = [f"| arm | {headings} |", "|---" * (1 + len(names)) + "|"]
     starts = {name: [_first(figures, name) for own in runs.values() for figures in own.values()] for name in names}
@@ -326,12 +328,22 @@ def draw_minutes(path: Path, plan: Mapping[str, Any], runs: experiment.Runs) -> 
 def show(picture: Path, plan: Mapping[str, Any], runs: experiment.Runs) -> None:
     """Draw the accuracy over minutes beside the picture over updates, and print the tables."""
     draw_minutes(picture.with_stem(f"{picture.stem}-minutes"), plan, runs)
-    tables = [gains_table(plan, runs), cost_table(runs)]
+    print("\n\n".join(tables(plan, runs)))
     if plan["level"] is None:
         print("The plan has no level, so there is no table of the time to it. Set level before the seeds run.")
-    else:
-        tables.append(time_table(plan, runs))
-    print("\n\n".join(tables))
+
+
+def tables(plan: Mapping[str, Any], runs: experiment.Runs) -> list[str]:
+    """Return the tables of the page: gains for each length of held-out questions, costs, time to the level."""
+    lengths = dict.fromkeys(name.rpartition("/")[0] for name in plan["pictured"])
+    found: list[str] = []
+    for length in lengths:
+        names = [name for name in plan["pictured"] if name.rpartition("/")[0] == length]
+        found.append(gains_table(names, runs))
+    found.append(cost_table(runs))
+    if plan["level"] is not None:
+        found.append(time_table(plan, runs))
+    return found
 
 
 PUBLIC = experiment.Kind(Arm, prepare, train, show, packages=(*run.PACKAGES, "reasoning-gym"))

@@ -20,6 +20,7 @@ from tests.project import recipe
 FOLDER = recipe.FOLDER / "public"
 PLANS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
 RECORDED = json.loads(Path(__file__).with_name("reasoning_gym.json").read_text())
+RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((FOLDER / "results").glob("*.json"))}
 FEW = {"max_steps": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
 MEASURED = {"held_out": 4, "samples": 8, "every": 2}
 
@@ -329,12 +330,12 @@ def test_the_table_of_times_is_paired_by_seed(recipes: Any) -> None:
     """TRL takes 3 and 6 minutes, ours 0.5 and 0.25: ratios of 1/6 and 1/24, whose geometric mean is 1/12."""
     rows = recipes.public.time_table(PLAN, runs_by_hand()).splitlines()[2:]
     assert rows == [
-        "| TRL | 2 of 2 | 4.5 |  | 300 | 6,000 |",
-        "| ours | 2 of 2 | 0.4 | 0.08 (0.04 to 0.17) | 100 | 1,000 |",
-        "| never | 0 of 2 |  |  |  |  |",
+        "| TRL | 2 of 2 | 4.5 |  | 300 / 6,000 |",
+        "| ours | 2 of 2 | 0.4 | 0.08 (0.04 to 0.17) | 100 / 1,000 |",
+        "| never | 0 of 2 |  |  |  |",
     ]
     one = {arm: {0: own[0]} for arm, own in runs_by_hand().items()}
-    assert recipes.public.time_table(PLAN, one).splitlines()[3] == "| ours | 1 of 1 | 0.5 |  | 100 | 1,000 |"
+    assert recipes.public.time_table(PLAN, one).splitlines()[3] == "| ours | 1 of 1 | 0.5 |  | 100 / 1,000 |"
     with pytest.raises(ValueError, match=r"level=0\.2: the starting policy is there"):
         recipes.public.time_table({**PLAN, "level": 0.2}, runs_by_hand())
 
@@ -352,15 +353,15 @@ def test_the_ratio_is_over_seeds_of_which_both_arms_reach_the_level(recipes: Any
 def test_the_table_of_costs_is_over_whole_runs(recipes: Any) -> None:
     rows = recipes.public.cost_table(runs_by_hand()).splitlines()[2:]
     assert rows[:2] == [
-        "| TRL | 6.0 | 1.5 | 4.5 | 400 | 4,000 | 8,000 |",
-        "| ours | 1.5 | 0.4 | 1.1 | 400 | 4,000 | 4,000 |",
+        "| TRL | 6.0 | 1.5 | 400 | 4,000 / 8,000 |",
+        "| ours | 1.5 | 0.4 | 400 | 4,000 / 4,000 |",
     ]
 
 
 def test_the_table_of_gains_has_the_mean_of_the_last_three_checks(recipes: Any) -> None:
     runs = runs_by_hand()
     runs["ours"][1]["pass@8"] = {"0": 0.2, "10": 0.8, "20": 0.8, "30": 0.8, "40": 0.8}
-    rows = recipes.public.gains_table(PLAN, runs).splitlines()
+    rows = recipes.public.gains_table(PLAN["pictured"], runs).splitlines()
     assert rows[0] == "| arm | greedy | pass@8 |" and rows[2] == "| before | 20.0% | 20.0% |"
     assert rows[3] == "| TRL | +36.7 (+36.7 to +36.7) | +36.7 (+36.7 to +36.7) |"
     assert rows[4] == "| ours | +40.0 (+40.0 to +40.0) | +50.0 (+40.0 to +60.0) |"
@@ -399,5 +400,19 @@ def test_the_pictures_and_tables_of_recorded_runs(
     recipes.experiment.main(command, recipes.public.PUBLIC)
     assert {path.stem for path in tmp_path.glob("*.png")} == {"results", "results-differences", "results-minutes"}
     said = capsys.readouterr().out
-    for row in ("| TRL | 56.7% |", "| before | 20.0% |", "| TRL | 6.0 | 1.5 | 4.5 |", "| ours | 2 of 2 | 0.4 |"):
+    for row in ("| TRL | 56.7% |", "| before | 20.0% |", "| TRL | 6.0 | 1.5 | 400 |", "| ours | 2 of 2 | 0.4 |"):
         assert row in said
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_page_has_the_tables_of_the_recorded_runs(recipes: Any, name: str) -> None:
+    plan, recorded = PLANS[name], RESULTS[name]
+    assert recorded["settings"] == plan and recorded["versions"].keys() >= {"trl-steady", "trl", "torch"}
+    assert recorded["runs"].keys() == plan["arms"].keys()
+    assert all([*map(int, own)] == plan["seeds"] for own in recorded["runs"].values())
+    assert plan["task"] != "sums" or "reasoning-gym" in recorded["versions"]
+    page = (FOLDER / "README.md").read_text()
+    for table in recipes.public.tables(plan, recorded["runs"]):
+        assert table in page
+    for kind in ("", "-differences", "-minutes"):
+        assert recipe.is_picture(FOLDER / f"results/{name}{kind}.png") and f"](results/{name}{kind}.png)" in page
