@@ -20,7 +20,7 @@ from tests.conformance import cases
 from tests.conformance.transfers import EACH_RUN, FURTHER, ROWS
 from tests.tools import tiny
 from tests.tools.cases import cases as parameters
-from tests.tools.devices import CUDA, PretendedGPU, on_gpu, pretended_gpu
+from tests.tools.devices import CUDA, PretendedGPU, nodes_know_their_code, on_gpu, pretended_gpu
 from trl_steady import RewardModelRefreshCallback
 from trl_steady.features.reward_model import training
 from trl_steady.functional import masks
@@ -123,8 +123,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, build: Any, name: str, size: str) -
     for model in (trainer.model, trainer.ref_model) if own["model"] == "moe" else ():
         if model is not None:  # transformers' other implementation has no kernel for the integers of a CPU
             trainer.accelerator.unwrap_model(model).set_experts_implementation("eager")
-    # autograd notes where each node of the graph was made
-    with torch.autograd.set_detect_anomaly(True, check_nan=False), on_gpu(trainer) as watch.gpu:
+    with nodes_know_their_code(), on_gpu(trainer) as watch.gpu:
         trainer.train()
         watch.add_up()
     return watch.runs
@@ -224,3 +223,15 @@ def test_the_pretended_gpu_knows_what_does_not_wait(operation: Callable[[Tensor]
         before = len(gpu.waits)
         operation(on_device)
         assert len(gpu.waits) == before
+
+
+def test_a_gradient_that_waits_is_that_of_the_code_it_belongs_to() -> None:
+    """No Python function computes it. The indices of the mask are found once more in the backward pass."""
+    module: dict[str, Any] = {"__name__": "trl_steady.made_up"}
+    exec("def chosen(x):\n    return x[x > 1].sum()", module)
+    with pretended_gpu() as gpu, nodes_know_their_code():
+        loss = module["chosen"](ON_DEVICE.to(CUDA).requires_grad_())
+        before = len(gpu.waits)
+        loss.backward()
+    found = {(wait.package, wait.place) for wait in gpu.waits[before:]}
+    assert found == {("trl_steady", "backward of made_up.chosen")}
