@@ -4,7 +4,8 @@ VENV ?= .venv
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
-INSTALL := -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) $(PIP_FLAGS)
+# a module is compiled when it is first imported: most never are
+INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile -c $(CONSTRAINTS) $(PIP_FLAGS)
 PIP := $(BIN)/python $(INSTALL)
 # what vLLM asks for does not go with the rest
 VLLM := $(VENV)-vllm
@@ -161,7 +162,8 @@ test-sharded: $(DEEPSPEED)/.test
 
 # TRL's kernels for GPUs, by Triton's interpreter on the CPU
 test-triton: $(TRITON)/.test
-	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/trl_bridge/test_lm_head.py tests/trainers/test_on_gpu.py
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PARALLEL) tests/trl_bridge/test_lm_head.py \
+		tests/trainers/test_on_gpu.py
 
 # asks pip's resolver, so it needs the network
 test-installs: $(VENV)/.test

@@ -40,12 +40,14 @@ def serving(
     log = folder / "log"
     distributed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # a colocated engine's
     alone = {name: value for name, value in os.environ.items() if name not in distributed}
+    # the engine computes in its own process, as on one GPU: a third process would start for half a minute
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with log.open("w") as out:
         server = subprocess.Popen(
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**alone, "VLLM_SERVER_DEV_MODE": "1", **environment},
+            env={**alone, **own, **environment},
             start_new_session=True,
         )
     try:
