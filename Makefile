@@ -4,8 +4,7 @@ VENV ?= .venv
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
-# a module is compiled when it is first imported: most never are
-INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile -c $(CONSTRAINTS) $(PIP_FLAGS)
+INSTALL := -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) $(PIP_FLAGS)
 PIP := $(BIN)/python $(INSTALL)
 # what vLLM asks for does not go with the rest
 VLLM := $(VENV)-vllm
