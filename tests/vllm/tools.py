@@ -40,7 +40,7 @@ def serving(
     log = folder / "log"
     distributed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # a colocated engine's
     alone = {name: value for name, value in os.environ.items() if name not in distributed}
-    # the engine computes in its own process, as on one GPU: a third process would start for half a minute
+    # the engine computes in its own process, as on one GPU: a third process would only take time to start
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with log.open("w") as out:
         server = subprocess.Popen(
