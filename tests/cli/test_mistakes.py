@@ -77,6 +77,7 @@ def test_other_ways_to_write_an_option_are_no_mistake(tmp_path: Path) -> None:
     path.write_text("env: {A: 1}\nnum_machines: 1\ndatasets: [{path: a}]\nloss_type: gspo\n")
     written = "--config {} --loss_type=gspo --learning-rate 1e-6 --per_device_train_batch 4 --no_bf16 -m --help"
     written += " --ppo --set beta=0 --dataset_name trl-lib/DeepMath-103K --model_name_or_path gpt2"
+    written += " --dataset_name hf://datasets/trl-lib/DeepMath-103K"
     assert [*wrong_options(written.format(path).split())] == []
 
 

@@ -171,7 +171,6 @@ def test_processes_that_log_ahead_of_each_other_lose_no_row() -> None:
         "[step 10] best of last batch  reward=0.991",
         "Processed prompts: 100%|██| 64/64 [00:05<00:00, 3.1it/s, est. speed input: 10.0 toks/s]",
         "│ Prompt │ Completion │ reward │ Advantage │\n│ 2 + 2 │ 4 │ 1.00 │ 0.71 │",
-        "{'train_runtime': 6704, 'train_loss': 0.1, 'epoch': 1.0}",
         "",
     ],
 )  # fmt: skip
@@ -179,6 +178,50 @@ def test_what_is_no_row_of_training_is_not_read(text: str) -> None:
     assert read(text) == []
     whole = "\n".join([printed(1), text, printed(2), printed(3)])
     assert rewards(whole) == {1: 0.1, 2: 0.2, 3: 0.3}
+
+
+def test_the_summary_of_a_training_is_no_row() -> None:
+    summary = "{'train_runtime': 6704, 'train_loss': 0.1, 'epoch': 1.0}"
+    assert read(summary) == []
+    assert rewards("\n".join([printed(1), printed(2), summary])) == {1: 0.1, 2: 0.2}
+
+
+@pytest.mark.parametrize("first", ["nan", "None", "null", "inf", "1.5"])
+def test_a_line_below_a_table_that_has_no_step_is_no_row(first: str) -> None:
+    assert rewards(f"Step  Loss  reward\n1  0.1  0.2\n{first}  0.1  0.3\n2  0.1  0.4") == {1: 0.2, 2: 0.4}
+
+
+def test_a_number_that_no_float_can_hold_is_infinite_in_json_lines(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    lines = [json.dumps({"step": step, "reward": 0.5, "loss": 0.1}) for step in range(1, 5)]
+    file.write_text("\n".join(lines).replace("0.1}", "9" * 400 + "}", 1))
+    assert History.read(file)["loss"].values.tolist() == [math.inf, 0.1, 0.1, 0.1]
+
+
+def test_json_lines_of_one_step_are_a_run_that_has_begun(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text(json.dumps({"step": 1, "reward": 0.5, "loss": 0.1}) + "\n")
+    assert History.read(file)["reward"].values.tolist() == [0.5]
+
+
+def test_of_two_names_of_a_metric_a_rounded_zero_does_not_replace_a_number(tmp_path: Path) -> None:
+    file = tmp_path / "log.csv"
+    for columns, row, kept in (
+        ("loss,train/loss", "0.000,0.000", None),
+        ("loss,train/loss", "0.002,0.000", 0.002),
+        ("loss,train/loss", "0.000,0.002", 0.002),
+    ):
+        file.write_text(f"step,{columns},reward\n" + "".join(f"{step},{row},0.5\n" for step in range(1, 9)))
+        run = History.read(file)
+        assert (run["loss"].values.tolist() if "loss" in run.keys else None) == (kept and [kept] * 8)
+
+
+def test_long_words_and_rows_of_spaces_are_read_at_once() -> None:
+    """Both took time that grows with the square of the length or worse: minutes."""
+    word, spaces = "x" * 200_000, " " * 200_000
+    [pairs] = records([f"step:1 - {word} - critic/score/mean:0.5"])
+    [cells] = records([f"Step 1 | a{spaces}b | Reward{spaces}0.5"])
+    assert pairs.values == {"critic/score/mean": 0.5} and cells.values["Reward"] == 0.5
 
 
 def test_an_answer_with_a_dictionary_is_no_row() -> None:

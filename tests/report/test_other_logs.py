@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.report.runs import healthy, history
+from trl_steady.cli import main as cli
 from trl_steady.report import History, diagnose
 from trl_steady.report.symptoms import SYMPTOMS, Finding, look, verdict
 
@@ -259,3 +260,66 @@ def test_no_function_raises_on_strange_numbers(value: float) -> None:
                 with contextlib.suppress(KeyError):
                     symptom.find(given)  # whatever it says
     diagnose(History([]))
+
+
+def test_an_evaluation_is_read_as_transformers_sends_it_to_wandb(tmp_path: Path) -> None:
+    lines = ["train/global_step,train/reward,train/loss,eval/reward,eval/accuracy"]
+    for step in range(1, 61):
+        lines.append(f"{step},{0.3 + 0.01 * step},0.1,,")
+        if step % 4 == 0:
+            lines.append(f"{step},,,{0.7 - 0.01 * step},0.5")
+    file = tmp_path / "history.csv"
+    file.write_text("\n".join(lines))
+    run = History.read(file)
+    assert run["eval_reward"].steps.tolist() == [*range(4, 61, 4)] and "eval_accuracy" in run.keys
+    assert "held-out accuracy falls" in verdict(diagnose(run)[0])
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_rows_that_a_script_sends_to_wandb_itself_are_at_no_step_of_the_run(tmp_path: Path, each: int) -> None:
+    """W&B counts their `_step`. They would end the rewards at half of the steps."""
+    lines = ["_step,train/global_step,train/reward,train/loss,kl"]
+    calls = 0
+    for step in range(1, 60):
+        lines.append(f"{calls},{step},{0.3 + 0.01 * step},0.1,")
+        lines += [f"{calls + own},,,,{own / 100}" for own in range(1, each + 1)]
+        calls += each + 1
+    file = tmp_path / "history.csv"
+    file.write_text("\n".join(lines))
+    run = History.read(file)
+    assert run["reward"].steps.tolist() == [*range(1, 60)] and run.last_step == 59
+    assert not diagnose(run)[0] and run.remarks == [f"records without a step are left out ({59 * each})"]
+
+
+OWN = "Step {step} | Loss: 0.1 | Reward: 0.{step:02} | KL: {kl} | Grad norm: 3"
+
+
+@pytest.mark.parametrize("line", [OWN, OWN.lower(), OWN.replace(" |", " | 3.2s |", 1)])
+def test_the_log_of_a_loop_that_somebody_has_written_is_no_log_of_prime_rl(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "train.log"
+    file.write_text("\n".join(line.format(step=step, kl=step / 2) for step in range(1, 40)))
+    run = History.read(file)
+    assert run.framework == "TRL" and run.keys >= {"loss", "reward", "kl", "grad_norm"}
+    assert [each.symptom.name for each in diagnose(run)[0]] == ["kl-explodes"]
+
+
+@pytest.mark.parametrize("columns", ["loss/train,loss/val,lr", "optim/grad_norm,train/CE loss,optim/lr"])
+def test_a_log_without_metrics_of_answers_is_none_of_another_framework(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], columns: str
+) -> None:
+    """They have a name of ART or prime-rl."""
+    file = tmp_path / "log.csv"
+    values = ",".join(["0.5"] * (columns.count(",") + 1))
+    file.write_text(f"step,{columns}\n" + "".join(f"{step},{values}\n" for step in range(1, 60)))
+    assert cli.main(["report", str(file)]) == 2
+    assert "no log of GRPO, RLOO or PPO" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("missing", ["reward", "padding/share", "completions/mean_length", "clip_ratio/region_mean"])
+def test_a_metric_that_is_nan_throughout_is_no_warning_of_numpy(missing: str) -> None:
+    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "loss_type": "gspo", "epsilon": 0.2}
+    run = healthy(0)
+    for row in run:
+        row[missing] = math.nan
+    diagnose(History(run, {"settings": {**settings, "beta": 0.1, "trim_padding": False}}))

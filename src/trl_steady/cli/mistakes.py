@@ -45,9 +45,7 @@ def wrong_options(arguments: Sequence[str]) -> Iterator[str]:
         except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
             yield f"--config {path}: {error}"
     for option, value in paths:
-        # a name on the hub has at most one slash, and no dot before it
-        is_path = str(value).startswith((".", "/")) or str(value).count("/") > 1
-        if option in _PATHS and is_path and not os.path.exists(str(value)):
+        if option in _PATHS and _is_path(str(value)) and not os.path.exists(str(value)):
             yield f"--{option} {value}: there is no such file or folder."
     names = _known_names()
     # one of each file that is read, which another version may have moved
@@ -64,6 +62,13 @@ def wrong_options(arguments: Sequence[str]) -> Iterator[str]:
             yield f"{text}: did you mean {similar[0]}?"
         else:
             yield f"{text}: there is no such option."
+
+
+def _is_path(value: str) -> bool:
+    """Tell a path from an address, such as hf://datasets/..., and from a name on the hub: one slash, no dot first."""
+    if "://" in value:
+        return False
+    return value.startswith((".", "/")) or value.count("/") > 1
 
 
 def _known_names() -> set[str]:

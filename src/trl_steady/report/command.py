@@ -3,9 +3,10 @@
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -36,8 +37,9 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
     parser.add_argument("--watch", action="store_true", help="do it again when a run has logged more")
     asked = parser.parse_args(list(arguments))
     paths = [*asked.path, *asked.compare]
-    if not paths or (asked.path and asked.compare) or (asked.output and len(asked.path) > 1):
-        refuse("give a PATH, several without --output, or --compare PATH PATH ...")
+    is_ambiguous = asked.output and len(asked.path) > 1 and not asked.join
+    if not paths or (asked.path and asked.compare) or is_ambiguous:
+        refuse("give a PATH, several without --output or with --join, or --compare PATH PATH ...")
     if STDIN in paths and asked.watch:
         refuse("--watch cannot read a pipe again. Give the file of the log.")
     while True:
@@ -54,12 +56,15 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
             present += [finding for finding in findings if finding.passed is None]
             plain[path] = {"log": _about(run), **_plain(findings, missing)}
             if not asked.json:
-                print(f"{path}: {_about(run)}: {verdict(findings)}", flush=True)
+                _say(f"{path}: {_about(run)}: {verdict(findings)}")
         if asked.json:
-            print(json.dumps(plain, indent=1), flush=True)
+            _say(json.dumps(plain, indent=1))
+        elif find_spec("matplotlib") is None:
+            print("trl-steady: the page needs matplotlib. pip install matplotlib", file=sys.stderr)
         else:
             try:
-                _write(runs, asked.output, together=bool(asked.compare))
+                for page in _write(runs, paths, asked.output, together=bool(asked.compare)):
+                    _say(str(page))
             except OSError as error:
                 print(f"trl-steady: the page cannot be written ({error}). Set --output.", file=sys.stderr)
         if not asked.watch:
@@ -105,31 +110,46 @@ def _about(run: History) -> str:
     return about
 
 
-def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) -> None:
-    """Write the pages of the runs, or one of all of them, and print where they are."""
-    if find_spec("matplotlib") is None:
-        print("trl-steady: the page needs matplotlib. pip install matplotlib", file=sys.stderr)
-        return
+def _say(text: str) -> None:
+    """Print a text, also if nobody reads on, as `head -1` does not."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _write(
+    runs: Mapping[str, History], paths: Sequence[str], output: Path | None, *, together: bool
+) -> Iterator[Path]:
+    """Write one page of all runs, or the page of each beside its log, and yield where each is."""
     from trl_steady.report.page import write, write_comparison
 
+    name = "comparison.html" if together else "report.html"
+    if output is not None and output.is_dir():
+        output /= name
     if together:
-        file = output or Path("comparison.html")
+        file = output or Path(name)
         write_comparison(file, runs)
-        print(file, flush=True)
+        yield file
         return
-    written: set[Path] = set()
-    for path, run in runs.items():
-        folder = Path(path)
-        if not folder.is_dir():
-            folder = folder.parent
-        file = output or folder / "report.html"
+    written: list[Path] = []
+    for (title, run), path in zip(runs.items(), paths, strict=False):  # a joined run has several paths
         if path == STDIN and output is None:
             continue  # a pipe has no folder
-        if file in written:  # of another log in the folder
-            file = folder / f"report-{Path(path).stem}.html"
-        written.add(file)
-        write(file, path, run)
-        print(file, flush=True)
+        file = output or _page_of(Path(path), written)
+        write(file, title, run)
+        written.append(file)
+        yield file
+
+
+def _page_of(log: Path, written: Sequence[Path]) -> Path:
+    """Return the page of a log, in its folder, under another name if that of another log stands there."""
+    folder = log if log.is_dir() else log.parent
+    file = folder / "report.html"
+    for name in (log.stem, log.name):
+        if file in written:
+            file = folder / f"report-{name}.html"
+    return file
 
 
 def _plain(findings: Sequence[Finding], missing: Mapping[str, str]) -> dict[str, object]:

@@ -126,6 +126,12 @@ def csv_columns(line: str) -> list[str]:
     return columns
 
 
+def csv_runs(columns: Iterable[str]) -> list[str]:
+    """Return the runs in the columns of a chart of W&B, such as "happy-1 - train/reward"."""
+    runs = {name.rpartition(" - ")[0]: None for name in columns}
+    return [run for run in runs if run]
+
+
 def csv_records(lines: Iterable[str]) -> Iterator[Record]:
     """Return the records of a CSV file. An empty cell is a metric that the row does not have."""
     reader = csv.DictReader(lines)

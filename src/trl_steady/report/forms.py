@@ -207,9 +207,6 @@ def bars(line: str) -> list[Record]:
     return found
 
 
-_NAMED = re.compile(r"(\S+):(\S+)(?= - | *$|\s)")
-
-
 def pairs(line: str) -> list[Record]:
     """Return the record of a line such as `step:3 - actor/lr:1e-06 - critic/score/mean:0.5`."""
     if "step:" not in line:
@@ -218,9 +215,10 @@ def pairs(line: str) -> list[Record]:
     if match is None:
         return []
     values: dict[str, float] = {}
-    for name, text in _NAMED.findall(line, match.end()):
+    for word in line[match.end() :].split():
+        name, _, text = word.rpartition(":")
         value = number(text)
-        if value is not None:
+        if name and value is not None:
             values[name] = value
     return [Record("pairs", "step", int(match[1]), values)]
 
@@ -237,7 +235,9 @@ def cells(line: str) -> list[Record]:
     found: list[Record] = []
     for match in _CELLS.finditer(line):
         step, last, text = match.groups()
-        found.append(_record("cells", "Step", step, last or "", _cell_values(text.split(" | "))))
+        values = _cell_values(text.split(" | "))
+        label = "Timed step" if "Time" in values else "Step"
+        found.append(_record("cells", label, step, last or "", values))
     return found
 
 
@@ -249,7 +249,7 @@ def _cell_values(texts: list[str]) -> dict[str, float]:
         values["Time"] = 3600 * int(hours) + 60 * int(minutes) + float(seconds)
         texts = texts[1:]
     for text in texts:
-        found = _CELL.match(text.strip())
+        found = _CELL.match(" ".join(text.split()))
         value = number(found[2]) if found else None
         if found is None or value is None:
             continue
@@ -398,7 +398,7 @@ class _Table:
             return
         if self._names and len(columns) == len(self._names):
             step = number(columns[0])
-            if step is not None and step == int(step):
+            if step is not None and step.is_integer():
                 yield Record("table", self._names[0], int(step), _numbers(self._names[1:], columns[1:]))
                 return
         if len(columns) == 2 and line.lstrip()[:1] in "|│┃":

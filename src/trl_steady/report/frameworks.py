@@ -14,6 +14,8 @@ OUTCOMES = frozenset(
     )
 )  # fmt: skip
 """Metrics of a training step. A row without any is none."""
+OF_ANSWERS = OUTCOMES - {"loss", "grad_norm", "entropy", "kl"}
+"""Those that only a training with sampled answers has."""
 FINE = frozenset(("learning_rate", "grad_norm", "kl", "loss"))
 """Metrics for which a zero that was rounded may be any small number."""
 
@@ -149,12 +151,17 @@ def recognised(raws: Iterable[str], forms: Iterable[str] = ()) -> Framework:
         count = 0
         for raw in raws:
             count += any(sign.search(raw) for sign in framework.signs)
-        if framework.form in forms:
+        if framework.form in forms and not _has_names_of_another(raws, framework):
             count += 1
         if count > most and any(framework.shows(raw) for raw in raws):
             best = framework
             most = count
     return best
+
+
+def _has_names_of_another(raws: Iterable[str], framework: Framework) -> bool:
+    """Tell whether a log has common names of metrics that this framework does not use, such as "KL"."""
+    return any(framework.alias(name) is None and name not in framework.never for name in names_of_own_loops(raws))
 
 
 def todays_names(keys: Iterable[str]) -> dict[str, str]:
@@ -172,26 +179,32 @@ def todays_names(keys: Iterable[str]) -> dict[str, str]:
 
 
 _OF_OWN_LOOPS: Mapping[str, str] = {
+    "reward": "reward",
     "mean_reward": "reward",
     "avg_reward": "reward",
     "average_reward": "reward",
     "reward_mean": "reward",
-    "KL": "kl",
+    "loss": "loss",
+    "kl": "kl",
     "kl_divergence": "kl",
+    "entropy": "entropy",
+    "grad_norm": "grad_norm",
     "clip_frac": "clip_ratio/region_mean",
     "clipfrac": "clip_ratio/region_mean",
     "lr": "learning_rate",
+    "learning_rate": "learning_rate",
 }
 
 
 def names_of_own_loops(keys: Iterable[str]) -> dict[str, str]:
-    """Return name -> TRL's, for the log of a loop that somebody has written: a mean reward, and no "reward"."""
+    """Return name -> TRL's, for the log of a loop that somebody has written: "Mean reward", "KL", "Grad norm"."""
     keys = set(keys)
+    plain = {key.lower().replace(" ", "_"): key for key in sorted(keys)}
     renamed: dict[str, str] = {}
-    for key, ours in _OF_OWN_LOOPS.items():
-        if key in keys and ours not in keys and ours not in renamed.values():
-            renamed[key] = ours
-    if "reward" not in renamed.values() or _tasks(keys):
+    for name, ours in _OF_OWN_LOOPS.items():
+        if name in plain and ours not in keys and ours not in renamed.values():
+            renamed[plain[name]] = ours
+    if "reward" not in {*keys, *renamed.values()} or _tasks(keys):
         return {}
     return renamed
 
@@ -220,13 +233,18 @@ def with_slashes(raws: Iterable[str]) -> dict[str, str]:
 _PLAIN_NAMES = frozenset(name for framework in FRAMEWORKS.values() for name in (*framework.names, *framework.never))
 
 
-_OF_ANSWERS = OUTCOMES - {"loss", "grad_norm", "entropy", "kl"}
 _OF_TASKS: Mapping[str, Sequence[str]] = {
     "DPO": ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     "a reward model": ("min_reward", "max_reward", "mean_reward", "margin"),
 }
 _OF_SFT = ("loss", "eval_loss", "mean_token_accuracy", "eval_mean_token_accuracy")
 _BESIDE_SFT = ("grad_norm", "learning_rate", "num_tokens", "entropy", "num_input_tokens_seen", "aux_loss", "step_time")
+
+
+def is_supervised(keys: Iterable[str]) -> bool:
+    """Tell whether a log has a loss or a gradient norm, and nothing of answers or of their distribution."""
+    shown = OUTCOMES.intersection(keys)
+    return bool(shown) and shown <= {"loss", "grad_norm"}
 
 
 def other_task(keys: Iterable[str]) -> str:
@@ -236,7 +254,7 @@ def other_task(keys: Iterable[str]) -> str:
         return ""
     for task, found in _tasks(metrics).items():
         return f"This is a log of {task}: it has {', '.join(found)}."
-    if not metrics.isdisjoint(_OF_ANSWERS):
+    if not metrics.isdisjoint(OF_ANSWERS):
         return ""
     of_training = {key for key in metrics if not key.startswith("eval_")}
     if of_training <= {*_OF_SFT, *_BESIDE_SFT} and not metrics.isdisjoint(_OF_SFT):

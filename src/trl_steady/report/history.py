@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trl_steady.report.frameworks import TRL, other_task, todays_names
+from trl_steady.report.frameworks import TRL, is_supervised, of_title, other_task, todays_names
 from trl_steady.report.reading import RUN_FILE, Reading, joined, read
 
 __all__ = ["RUN_FILE", "History", "Series", "counted"]
@@ -138,10 +138,16 @@ class History:
 
     @property
     def other_task(self) -> str:
-        """Which log this is, if it is none of GRPO, RLOO or PPO. Other frameworks are recognised by those."""
-        if self.framework != TRL.title:
+        """Which log this is, if it is none of GRPO, RLOO or PPO: a sentence, or "" if it may be one."""
+        if self.framework == TRL.title:
+            return other_task(self.keys)
+        if not is_supervised(self.keys):
             return ""
-        return other_task(self.keys)
+        own = f"{of_title(self.framework).name}:"
+        shown = ", ".join(sorted(key.removeprefix(own) for key in self.keys)[:8])
+        return (
+            f"There is no metric of answers, so this is no log of GRPO, RLOO or PPO that can be read. It has {shown}."
+        )
 
     def __getitem__(self, key: str) -> Series:
         """Return the values of a metric that the run has logged."""
@@ -156,6 +162,11 @@ class History:
         if key not in self._series:
             return np.empty(0)
         return self._series[key].finite.values
+
+    def median(self, key: str) -> float:
+        """Return the median of the values of a metric that are numbers; NaN if there are none."""
+        values = self.finite_values(key)
+        return float(np.median(values)) if len(values) else math.nan
 
     def first(self, *keys: str) -> str:
         """Return the first of these metrics that the run has logged. Raises KeyError if there is none."""

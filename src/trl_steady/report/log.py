@@ -11,6 +11,7 @@ import numpy as np
 from trl_steady.report.forms import Record, Rounded
 from trl_steady.report.frameworks import (
     FINE,
+    OF_ANSWERS,
     OUTCOMES,
     TRL,
     Alias,
@@ -22,6 +23,8 @@ from trl_steady.report.frameworks import (
 )
 
 _MOST_STEPS = 2**53  # a damaged file can have any number
+_OF_TRANSFORMERS = ("trl", "ms-swift")
+_SUMMARY = ("train_runtime", "train/train_runtime")  # what transformers logs at the end of a training
 _FIRST = {"loss", "grad_norm"}  # what transformers prints before the metrics of the answers
 _LARGEST_ENTROPY = 13.0  # nats: above the logarithm of any vocabulary, so that it is a sum over tokens
 
@@ -60,28 +63,16 @@ def read_records(records: Iterable[Record]) -> Log:
         shown = [_renamed(record, slashed) for record in shown]
     framework = recognised(names, forms)
     remarks: list[str] = []
-    bar = _training_bar(shown)
     metrics = _Names(framework, names, shown)
-    rows: list[_Row] = []
-    place = 0
-    is_over = False
-    for record in shown:
-        if record.form == "bar":
-            if record.last == bar:
-                place = record.step or 0
-            continue
-        if "train_runtime" in record.values:
-            is_over = True
-            continue
-        row = metrics.row(record, place)
-        if row is None:
-            continue
-        rows.append(row)
-        if not row.is_eval:  # another run follows, as GRPO follows SFT
-            is_over = False
-    rows = _without_strange(_without_repeated(rows))
-    last = max((row.last for row in rows), default=0) or bar
-    remarks += _count_steps(rows, bar, is_over)
+    stages = [_stage(records, metrics) for records in _parts(shown)]
+    stage = _last_run(stages)
+    rows = _oldest_first(_without_strange(_without_repeated(stage.rows)))
+    rows, earlier = _without_earlier_task(rows, framework)
+    last = max((row.last for row in rows), default=0) or stage.bar
+    remarks += _count_steps(rows, stage.bar, stage.is_over)
+    others = sum(len(other.rows) for other in stages) - len(stage.rows) + earlier
+    if others:
+        remarks.append(f"logs of other runs in this file are left out ({others})")
     _count_updates(rows)
     for row in rows:
         if row.name_of_step in TRL.calls and row.form == "row":
@@ -94,7 +85,8 @@ def read_records(records: Iterable[Record]) -> Log:
         remarks.append("kl is negative, so it is k1, and is not read")
         for row in merged:
             row.pop("kl", None)
-    return Log(merged, framework, flags, last, remarks, _seen(shown, bar, place), is_over)
+    seen = _seen(shown, stage.bar, stage.place)
+    return Log(merged, framework, flags, last, remarks, seen, stage.is_over)
 
 
 def _renamed(record: Record, names: Mapping[str, str]) -> Record:
@@ -115,6 +107,100 @@ class _Row(NamedTuple):
     is_eval: bool
 
 
+class _Stage(NamedTuple):
+    """One training in a log. Others may stand before and behind it, such as SFT before GRPO."""
+
+    rows: list[_Row]
+    bar: int
+    """The end of its progress bar; 0 without one."""
+    begins: int
+    """The first place of the bar above 0, from which a run that was resumed goes on."""
+    place: int
+    """The last place of the bar."""
+    is_over: bool
+    """True if the log says that the training has ended."""
+
+    @property
+    def trains(self) -> bool:
+        """True if it has a row of a training step."""
+        return any(not row.is_eval for row in self.rows)
+
+    @property
+    def has_answers(self) -> bool:
+        """True if a row has a metric of answers."""
+        return any(not OF_ANSWERS.isdisjoint(row.values) for row in self.rows)
+
+    @property
+    def steps(self) -> list[float]:
+        """The steps of its rows, as far as they are logged."""
+        return [row.step for row in self.rows if row.step is not None]
+
+    def goes_on_from(self, earlier: "_Stage") -> bool:
+        """Tell whether it is a resume of an earlier stage: its steps, or its bar, begin behind the end of those."""
+        if not earlier.trains:
+            return True
+        if self.steps and earlier.steps:
+            return min(self.steps) > max(earlier.steps)
+        return self.begins > earlier.place > 0
+
+
+def _parts(shown: Sequence[Record]) -> list[list[Record]]:
+    """Return the records of each training, which ends with transformers' summary."""
+    parts: list[list[Record]] = [[]]
+    for record in shown:
+        parts[-1].append(record)
+        if _is_summary(record):
+            parts.append([])
+    return parts
+
+
+def _is_summary(record: Record) -> bool:
+    """Tell whether a record is the summary of a training. Rows of a table can have the name, and no number."""
+    return any(math.isfinite(record.values.get(name, math.nan)) for name in _SUMMARY)
+
+
+def _stage(shown: Sequence[Record], metrics: "_Names") -> _Stage:
+    bar = _training_bar(shown)
+    rows: list[_Row] = []
+    begins = 0
+    place = 0
+    is_over = False
+    for record in shown:
+        if record.form == "bar":
+            if record.last == bar:
+                place = record.step or 0
+                begins = begins or place
+        elif _is_summary(record):
+            is_over = True
+        else:
+            row = metrics.row(record, place)
+            if row is not None:
+                rows.append(row)
+    return _Stage(rows, bar, begins, place, is_over)
+
+
+def _last_run(stages: Sequence[_Stage]) -> _Stage:
+    """Return the last stage that has answers, with the stages that it goes on from, and the evaluations behind it."""
+    training = [index for index, stage in enumerate(stages) if stage.trains]
+    if not training:
+        return stages[0]
+    with_answers = [index for index in training if stages[index].has_answers]
+    chosen = (with_answers or training)[-1]
+    last = stages[chosen]
+    start = chosen
+    while start > 0 and last.goes_on_from(stages[start - 1]):
+        start -= 1
+        if stages[start].trains:
+            last = stages[start]
+    end = chosen + 1
+    while end < len(stages) and not stages[end].trains:
+        end += 1
+    rows: list[_Row] = []
+    for stage in stages[start:end]:
+        rows += stage.rows
+    return stages[chosen]._replace(rows=rows)
+
+
 class _Names:
     """The names of a log, and ours for them."""
 
@@ -133,7 +219,7 @@ class _Names:
                 self._ours[raw] = _unprefixed(raw, framework)
             else:
                 self._ours[raw] = f"{framework.name}:{raw}"
-        self._fine = [raw for raw, ours in self._ours.items() if ours in FINE]
+        self._step_of_rows = self._usual_step(records)
         self._scaled = {raw: alias.scale for raw, alias in self._read.items() if alias.scale != 1}
 
     def _best(self) -> dict[str, Alias]:
@@ -157,6 +243,20 @@ class _Names:
                 if other.flags == alias.flags:
                     self._others[raw].append(other)
         return best
+
+    def _usual_step(self, records: Sequence[Record]) -> str | None:
+        """Return the name of the step in the rows of a table or of JSON that have a reward; None if there are none.
+
+        Rows that a script sends to W&B itself are without it. Their `_step` counts other things.
+        """
+        rewards = [raw for raw, ours in self._ours.items() if ours == "reward"]
+        for record in records:
+            if record.form != "row" or record.values.keys().isdisjoint(rewards):
+                continue
+            for name in self._steps:
+                if math.isfinite(record.values.get(name, math.nan)):
+                    return name
+        return None
 
     @staticmethod
     def _kinds_with(raws: Iterable[str], records: Sequence[Record]) -> dict[str, set[tuple[str, str]]]:
@@ -183,10 +283,10 @@ class _Names:
     def row(self, record: Record, place: int) -> _Row | None:
         """Return the row of a record with our names; None if it has no metric of training or of an evaluation."""
         ours = self._ours
-        values = {ours[raw]: value for raw, value in record.values.items()}
-        for raw in self._fine:
-            if isinstance(record.values.get(raw), Rounded):
-                del values[ours[raw]]
+        values: dict[str, float] = {}
+        for raw, value in record.values.items():
+            if not isinstance(value, Rounded) or ours[raw] not in FINE:
+                values[ours[raw]] = value
         for raw, scale in self._scaled.items():
             if ours[raw] in values:
                 values[ours[raw]] *= scale
@@ -202,8 +302,11 @@ class _Names:
             return None
         step: float | None = record.step
         name_of_step = record.label
+        usual = self._step_of_rows if record.form == "row" else None
         for name in self._steps:
             values.pop(ours[name], None)
+            if usual not in (None, name):
+                continue
             if step is None and abs(record.values.get(name, math.inf)) < _MOST_STEPS:
                 step = record.values[name]
                 name_of_step = name
@@ -227,10 +330,12 @@ class _Names:
 
 
 def _unprefixed(raw: str, framework: Framework) -> str:
-    """Return a name without the "train/" that transformers adds for W&B."""
-    if framework.name in ("trl", "ms-swift"):
-        return raw.removeprefix("train/")
-    return raw
+    """Return a name as in the log, where transformers has given it a form for W&B: "train/loss", "eval/loss"."""
+    if framework.name not in _OF_TRANSFORMERS:
+        return raw
+    if raw.startswith("eval/"):
+        return f"eval_{raw.removeprefix('eval/')}"
+    return raw.removeprefix("train/")
 
 
 def _training_bar(records: Sequence[Record]) -> int:
@@ -272,6 +377,28 @@ def _without_strange(rows: Sequence[_Row]) -> list[_Row]:
         if row.form != "dict" or row.step is not None or row.is_eval or is_like:
             kept.append(row)
     return kept
+
+
+def _oldest_first(rows: list[_Row]) -> list[_Row]:
+    """Return the rows, turned round if each stands before one of a lower step, as some exports have them."""
+    steps = [math.nan if row.step is None else row.step for row in rows]
+    if len(rows) > 2 and all(later < earlier for earlier, later in pairwise(steps)):
+        return rows[::-1]
+    return rows
+
+
+def _without_earlier_task(rows: list[_Row], framework: Framework) -> tuple[list[_Row], int]:
+    """Return the rows without those of another task before it, such as SFT, and the number of those.
+
+    Rewards begin there, and the steps go back.
+    """
+    first = next((index for index, row in enumerate(rows) if "reward" in row.values), 0)
+    steps = [row.step for row in rows[:first] if row.step is not None]
+    begins = rows[first].step if rows else None
+    # other frameworks log rewards in rows of their own
+    if framework.name not in _OF_TRANSFORMERS or begins is None or not steps or max(steps) <= begins:
+        return rows, 0
+    return rows[first:], first
 
 
 def _count_steps(rows: list[_Row], bar: int, is_over: bool) -> list[str]:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from trl_steady.report.exports import csv_columns, csv_records, json_records, row_records
+from trl_steady.report.exports import csv_columns, csv_records, csv_runs, json_records, row_records
 from trl_steady.report.forms import Record, records
-from trl_steady.report.frameworks import TRL, Framework
+from trl_steady.report.frameworks import STEPS, TRL, Framework
 from trl_steady.report.log import Log, read_records
 
 RUN_FILE = "steady.json"
@@ -182,11 +182,9 @@ def _read_bytes(stream: IO[bytes], name: str, file: Path | None) -> Reading:
     start = head.decode(encoding, "replace").lstrip()
     if start[:1] in "{[":
         return _read_json(text, name, file)
-    if csv_columns(start.splitlines()[0]):
-        try:
-            return _read_rows(csv_records(text), name)
-        except csv.Error as error:
-            raise ValueError(f"{name} is no log of a run: its CSV is damaged ({error}).") from None
+    columns = csv_columns(start.splitlines()[0])
+    if columns:
+        return _read_csv(text, name, csv_runs(columns))
     return _read_lines(text, name)  # a carriage return, as bars have it, ends a line too
 
 
@@ -210,6 +208,16 @@ def _noting_formats(lines: Iterable[str], formats: dict[str, str | None]) -> Ite
         yield line
 
 
+def _read_csv(text: IO[str], name: str, runs: Sequence[str]) -> Reading:
+    try:
+        found = _read_rows(csv_records(text), name)
+    except csv.Error as error:
+        raise ValueError(f"{name} is no log of a run: its CSV is damaged ({error}).") from None
+    if len(runs) < 2:
+        return found
+    return found._replace(remarks=[f"of its {len(runs)} runs, the first is read: {runs[0]}", *found.remarks])
+
+
 def _read_json(text: IO[str], name: str, file: Path | None) -> Reading:
     """Read JSON, JSON lines, or a console log that begins with a bracket."""
     content = text.read()
@@ -231,6 +239,8 @@ def _read_json(text: IO[str], name: str, file: Path | None) -> Reading:
             if key in data and (key == "log_history" or _has_steps(data[key])):
                 return _read_state(data, key, name, file)
     found = json_records(data)
+    if found is None and isinstance(data, Mapping) and not STEPS.isdisjoint(data):  # one line of JSON lines
+        found = list(row_records([data]))
     if found is None:
         raise ValueError(f"{name} is no log of a run: it has no rows under 'log_history'.")
     return _read_rows(found, name)
@@ -247,7 +257,7 @@ def _is_json(line: str) -> bool:
 
 def _parsed(line: str) -> object:
     try:
-        return json.loads(line)
+        return json.loads(line, parse_int=_integer)
     except (ValueError, RecursionError):
         return None
 

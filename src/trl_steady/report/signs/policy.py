@@ -57,7 +57,8 @@ def policy_collapsed(history: History) -> Found | None:
     where = bad_to_the_end(is_low)
     if where is None or _may_be_noise(history, values[where.start :], is_low, start):
         return None
-    if np.median(is_solved(reward)[-3:]) > 0 or starts_high(reward):
+    is_solved_now = len(reward) > 0 and np.median(is_solved(reward)[-3:]) > 0
+    if is_solved_now or starts_high(reward):
         return None
     was_high = np.flatnonzero(values[: where.start] > 0.8 * start)
     high = was_high[-1] if len(was_high) else 0
@@ -270,7 +271,7 @@ def kl_holds(history: History) -> Found | None:
     """Find a KL that costs nearly as much as the reward has gained, with a reference that stays."""
     steps, kl = per_rollout(history, "kl")
     reward = blocks(history, "reward").values
-    length = np.median(history["completions/mean_length"].finite.values)
+    length = history.median("completions/mean_length")
     beta = history.settings["beta"] or 0
     has_moved = history.finite_values("ref/refreshes").any()
     if len(reward) < 12 or trend(kl) < HEALTHY_TREND or has_moved:
@@ -278,7 +279,7 @@ def kl_holds(history: History) -> Found | None:
     cost = beta * kl * length
     is_unscaled = history.settings.get("scale_rewards") in (False, "none", "mean")
     if "reward_std" in history.keys and not is_unscaled:
-        cost = cost * np.median(history["reward_std"].finite.values)
+        cost = cost * history.median("reward_std")
     level = sixths(reward)
     gain = float(level[-1] - level[0])
     # near the reference, the cost is half of the gain at the optimum of reward - beta KL

@@ -54,7 +54,7 @@ def as_share(values: np.ndarray) -> np.ndarray | None:
 def starts_high(values: np.ndarray) -> bool:
     """Tell whether a reward starts in the top quarter of its range, and has not lost half of that since."""
     shares = as_share(values)
-    if shares is None:
+    if shares is None or not len(shares):
         return False
     part = max(len(shares) // 6, 3)
     first = shares[:part].mean()

@@ -14,9 +14,8 @@ def nothing_clips(history: History) -> Found | None:
     loss = settings.get("loss_type")
     passes = (settings["steps_per_generation"] or 1) * settings.get("num_iterations", 1)
     widest = max(settings["epsilon"] or 0, settings.get("epsilon_high") or 0)
-    share = 0.0
-    if "clip_ratio/region_mean" in history.keys:
-        share = history["clip_ratio/region_mean"].finite.values.mean()
+    clipped = history.finite_values("clip_ratio/region_mean")
+    share = float(clipped.mean()) if len(clipped) else 0.0
     is_on_policy = passes <= settings["gradient_accumulation_steps"] and not share
     is_sequence = loss in ("gspo", "gspo_token") or settings.get("importance_sampling_level") == "sequence"
     if is_sequence and widest >= 0.1:
@@ -89,7 +88,7 @@ def generation_slow(history: History) -> Found | None:
 
 def padding_computed(history: History) -> Found | None:
     """Find batches that are mostly padding, where nothing trims it."""
-    share = np.median(history["padding/share"].finite.values)
+    share = history.median("padding/share")
     if history.settings["trim_padding"] or not share > 0.5:
         return None
     return Found(1, "padding/share", f"{share:.0%}")
