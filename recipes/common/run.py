@@ -123,7 +123,7 @@ def train(trainer: GRPOTrainer, callbacks: Sequence[TrainerCallback]) -> None:
     if str(wanted).lower() == "true":
         wanted = get_last_checkpoint(trainer.args.output_dir)
     trainer.train(resume_from_checkpoint=wanted)
-    if trainer.state.global_step < trainer.state.max_steps:
+    if trainer.preemption.is_stopping:
         sys.exit()
 
 

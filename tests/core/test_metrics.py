@@ -62,6 +62,15 @@ def test_mismatch_is_measured_before_any_mask_or_clip(evaluate: Evaluate, loss_t
             assert in_bin(outcome.metrics[f"{name}_{suffix}"], quantile), (name, suffix)
 
 
+@pytest.mark.parametrize(
+    ("weights", "expected"), [((350.0, 0.0), 0.5), ((400.0, 0.0), math.nan), ((-900.0, -900.0), math.nan)]
+)
+def test_weights_that_no_number_can_hold_end_no_training(weights: tuple[float, ...], expected: float) -> None:
+    """An engine that returns the log-prob of a whole answer for each token has such weights."""
+    totals = pooling.sample_size_totals(torch.tensor(weights))
+    assert pooling.effective_sample_size(totals) == pytest.approx(expected, nan_ok=True)
+
+
 @pytest.mark.parametrize("corrected", [True, False])
 def test_the_kl_by_each_estimator(evaluate: Evaluate, corrected: bool) -> None:
     batch = random_batch(12, 6)

@@ -146,6 +146,15 @@ def test_the_third_in_a_row_names_the_checkpoint_from_which_a_run_resumes(
     assert resumable.differences(state(expected), state(resumed)) == []
 
 
+def test_a_second_training_of_a_trainer_counts_anew(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {**OPTIONS, "save_strategy": "steps", "save_steps": 1, "skip_nonfinite_steps": 2}
+    trainer = poison_loss(tiny.trainer(models["dense"], tmp_path, **options), (2, 3))
+    with pytest.raises(FloatingPointError, match=r"^2 optimizer steps in a row"):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)  # step 3 is not finite again
+    assert trainer.state.global_step == trainer.state.max_steps
+
+
 @pytest.mark.parametrize("saves", [False, True])
 def test_the_error_names_a_checkpoint_of_this_run_or_none(
     models: dict[str, Path], tmp_path: Path, saves: bool

@@ -98,6 +98,30 @@ def test_a_resumed_run_samples_with_the_seeds_of_the_run_that_never_stopped(
         assert all(torch.equal(after[name], value) for name, value in tiny.parameters(whole).items())
 
 
+def test_a_resume_by_the_same_trainer_has_the_seeds_of_a_run_that_never_stopped(
+    colocated: Train, models: dict[str, Path], tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rollout of the step that has failed is not the second one of that step."""
+    fails = {5}
+
+    def fails_once(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+        if trainer_state.global_step in fails:
+            fails.clear()
+            raise RuntimeError("out of memory")
+        return [float(len(text)) for text in completions]
+
+    options: dict[str, Any] = {**ONE_STEP, "max_steps": 8, "save_strategy": "steps", "save_steps": 1}
+    _, seeds = colocated(**options)
+    options |= {**SEEDED, "vllm_mode": "colocate", "build": {"reward_funcs": fails_once}}
+    trainer = tiny.trainer(models["dense"], tmp_path / "fails", **options)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    engine.seeds.clear()
+    engines.alone(monkeypatch)
+    trainer.train(resume_from_checkpoint=True)
+    assert engine.seeds == seeds[5:]
+
+
 def test_rounds_of_dynamic_sampling_have_seeds_of_their_own(colocated: Train) -> None:
     options = {"dynamic_sampling": True, "build": {"reward_funcs": rounds.planted}}
     _, seeds = colocated(max_steps=12, **options)

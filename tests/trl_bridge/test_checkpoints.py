@@ -540,6 +540,23 @@ def test_a_resume_after_an_epoch_that_a_callback_has_ended_is_refused(
     assert resumable.differences(tiny.parameters(whole), tiny.parameters(resumed)) == []
 
 
+def test_a_run_whose_resume_began_an_epoch_again_is_resumed_so_again(models: dict[str, Path], tmp_path: Path) -> None:
+    """With `ignore_data_skip`, epochs end at other steps than transformers would find."""
+    options = {"gradient_accumulation_steps": 4, "max_steps": 8, "save_strategy": "steps", "save_steps": 1}
+
+    def resume(name: str, checkpoint: str, **others: Any) -> Any:
+        trainer = tiny.trainer(models["dense"], tmp_path / name, **options, **others)
+        trainer.train(resume_from_checkpoint=str(tmp_path / checkpoint))
+        return trainer
+
+    tiny.train(tiny.trainer(models["dense"], tmp_path / "a", **options))  # an epoch has four steps
+    whole = resume("b", "a/checkpoint-2", ignore_data_skip=True)
+    again = resume("c", "b/checkpoint-5", ignore_data_skip=True)
+    assert again.state.global_step == whole.state.global_step == 8
+    with pytest.raises(ValueError, match=r"a resume with ignore_data_skip=True had begun one again.* or set ignore_"):
+        resume("d", "b/checkpoint-5")
+
+
 def test_a_sampler_without_a_length_is_saved(models: dict[str, Path], tmp_path: Path) -> None:
     class Endless(torch.utils.data.Sampler[int]):
         def __iter__(self) -> Iterator[int]:

@@ -107,6 +107,24 @@ def test_an_evaluation_that_is_due_waits_for_the_resume(
     assert resumable.differences(whole, resumable.state(resumed)) == []
 
 
+def rising(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+    return [float(trainer_state.global_step)] * len(completions)
+
+
+def test_an_evaluation_after_the_last_step_finds_the_best_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {**EVALUATED, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3, "save_total_limit": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True}
+    options["build"] = {**EVALUATED["build"], "reward_funcs": rising}
+    stopped = build(models, tmp_path, **JIT, **options)
+    resumable.interrupt(stopped, "loss", 8)
+    stopped.train()
+    assert stopped.state.best_global_step == 6
+    resumed = build(models, tmp_path, **JIT, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert Path(resumed.state.best_model_checkpoint).name == "checkpoint-9"
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-9"]
+
+
 def test_the_checkpoint_stays_where_only_the_best_is_kept(models: dict[str, Path], tmp_path: Path) -> None:
     options = {**EVALUATED, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": 1}
     options |= {"load_best_model_at_end": True, "metric_for_best_model": "reward"}

@@ -28,14 +28,18 @@ class NonfiniteSteps(Feature):
     args: SharedOptions
 
     def on_init_end(self) -> None:
-        """Begin to count, also in a run that is resumed: what made steps fail may have been mended."""
+        """Find the limit."""
         self._limit = self.args.skip_nonfinite_steps
         if self._scaler is None and self.trainer.accelerator.mixed_precision == "fp16":  # DeepSpeed has one of its own
             self._limit = None
-        self._in_a_row = Counter[str]()
-        self._figures: dict[str, Tensor] = {}
         self._norms: list[tuple[str, torch.nn.Parameter, Tensor]] = []
         self._held = ExitStack()  # of a step that is left out
+        self.on_train_begin()
+
+    def on_train_begin(self) -> None:
+        """Begin to count, also in a run that is resumed: what made steps fail may have been mended."""
+        self._in_a_row = Counter[str]()
+        self._figures: dict[str, Tensor] = {}
 
     @property
     def _scaler(self) -> GradScaler | None:

@@ -40,9 +40,13 @@ class RequestSeeds(Feature):
 
     def __init__(self, trainer: Trainer, args: SharedOptions) -> None:
         super().__init__(trainer, args)
+        self._place = _Place("other", 0, 0)  # of the rollout in progress
+        self.on_train_begin()
+
+    def on_train_begin(self) -> None:
+        """Count from 0, also if this trainer has trained before."""
         self._step = -1
         self._numbers = Counter[str]()  # of each kind in this step
-        self._place = _Place("other", 0, 0)  # of the rollout in progress
 
     def on_rollout_begin(self, rollout: Rollout) -> None:
         """Note the place of the rollout. A rollout outside a training step must not move those of the training."""

@@ -273,7 +273,8 @@ def all_equal(values: Tensor, dim: int | None = None, *, keepdim: bool = False) 
     lowest = values.masked_fill(missing, torch.inf).amin(over, keepdim)
     highest = values.masked_fill(missing, -torch.inf).amax(over, keepdim)
     size = torch.maximum(lowest.abs(), highest.abs())
-    return ~(lowest < highest - 2 * torch.finfo(values.dtype).eps * size)
+    rounding = 2 * torch.finfo(values.dtype).eps * size.where(size.isfinite(), 0)
+    return ~(lowest < highest - rounding)
 
 
 def group_variances(rewards: Tensor) -> Tensor:

@@ -53,16 +53,17 @@ def sample_size_totals(log_weights: Tensor, mask: Tensor | None = None) -> Tenso
 def effective_sample_size(totals: Tensor) -> float:
     """Return Kish's effective sample size as a share of the n samples, (sum w)² / (n sum w²).
 
-    It is 1 for equal weights, 1/n if one sample has all the weight, and NaN if there are no samples.
+    It is 1 for equal weights, 1/n if one sample has all the weight, and NaN if there are no samples, or if their
+    weights are all too large or too small for float64.
 
     >>> log_weights = torch.tensor([1.0, 1.0, 1.0, 3.0]).log()
     >>> round(effective_sample_size(sample_size_totals(log_weights)), 6)  # 36 / (4 * 12)
     0.75
     """
     total, squares, count = map(float, totals)
-    if not count:
+    if not count or not squares:
         return math.nan
-    return total**2 / (count * squares)
+    return total * total / (count * squares)  # total**2 would raise an OverflowError
 
 
 def histogram(values: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -13,7 +13,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Sized
+from collections import deque
+from collections.abc import Callable, Iterable, Sized
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -156,6 +157,12 @@ class Checkpoints:
         if args.should_save:
             rotate_checkpoints(run_folder, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
 
+    def note_best(self) -> None:
+        """Let the last checkpoint be the best one, if an evaluation that came after its save has found it so."""
+        state = self._trainer.state
+        if state.best_global_step == state.global_step == self.last_step:
+            state.best_model_checkpoint = str(self.last)
+
     def _save_state(self, checkpoint: Path) -> None:
         """Add this process's rollouts in use, position and metrics, and what the features save."""
         trainer = self._trainer
@@ -252,6 +259,8 @@ class Checkpoints:
         for feature in trainer.features:
             feature.load_state(checkpoint)
         self._skip_epochs(checkpoint)
+        trainer.metrics.forget()  # of a training that this trainer has begun before
+        self._trl._metrics["train"].clear()
         pool = self._load_window(checkpoint)
         # a process that did not exist in the run that wrote it must gather the same totals as the others
         of_main: list[Any] = broadcast_object_list([pool, self.evaluation_is_due])
@@ -306,10 +315,13 @@ class Checkpoints:
         if self._run and window["run"] != self._run:
             raise ValueError(f"{file} is of another run than the rest of the checkpoint. Copy the checkpoint again.")
         is_over = trainer.state.global_step >= trainer.state.max_steps
-        if not window.get("epochs_are_whole", True) and not is_over:  # trl-steady 0.1 does not say
+        is_whole = window.get("epochs_are_whole", True)  # trl-steady 0.1 does not say
+        if not is_whole and not is_over and not trainer.args.ignore_data_skip:
             raise ValueError(
-                f"{checkpoint} was taken after a callback had ended an epoch early, and transformers finds the place "
-                "in the data from the length of whole epochs. Begin a new run with this checkpoint as its model."
+                f"{checkpoint} was taken after a callback had ended an epoch early, or a resume with "
+                "ignore_data_skip=True had begun one again, and transformers finds the place in the data from the "
+                "length of whole epochs. Begin a new run with this checkpoint as its model, or set "
+                "ignore_data_skip=True, which begins the epoch again."
             )
         before = window["settings"]
         now = window_settings(trainer)
@@ -331,10 +343,10 @@ class Checkpoints:
         """Restore the table of completions."""
         for name, values in tables.items():
             if isinstance(values, list):
-                self._trl._logs[name].extend(values)
+                _refill(self._trl._logs[name], values)
                 continue
             for column, cells in values.items():
-                self._trl._logs[name][column].extend(cells)
+                _refill(self._trl._logs[name][column], cells)
 
     def _epochs_are_whole(self) -> bool:
         """Return False if a callback has ended an epoch early, from whose length transformers finds the position."""
@@ -357,6 +369,11 @@ class Checkpoints:
             micro_batches = len(cast(Sized, self.sampler)) // samples
             steps %= math.ceil(micro_batches / args.gradient_accumulation_steps)
         return steps * args.gradient_accumulation_steps
+
+
+def _refill(kept: deque[object], values: Iterable[object]) -> None:
+    kept.clear()
+    kept.extend(values)
 
 
 def _mark(unfinished: Path, process: int) -> Path:

@@ -163,8 +163,13 @@ def refuse_missing_tensors(model: torch.nn.Module, missing: Collection[str]) -> 
 
 
 def save_only(model: PeftModel, adapter: str) -> AbstractContextManager[None]:
-    """Let the model save one adapter, and no others."""
-    return patched(model, {"save_pretrained": functools.partial(model.save_pretrained, selected_adapters=[adapter])})
+    """Let the model save one adapter, and no others, whichever it is told to."""
+    save_all = model.save_pretrained
+
+    def save(*arguments: Any, **options: Any) -> None:
+        save_all(*arguments, **{**options, "selected_adapters": [adapter]})
+
+    return patched(model, {"save_pretrained": save})
 
 
 @contextmanager

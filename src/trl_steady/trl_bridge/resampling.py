@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -44,14 +44,16 @@ class CompletionRecord:
     rewards: list[float]
     """(K,) rewards that TRL got, which a subclass may have changed."""
     token_values: dict[str, Any] = field(default_factory=dict)
-    """Column -> an item of its `TokenRecord`."""
+    """Column -> an item of its `TokenRecord`, which joins the items of all completions on the CPU."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Column of the table of completions -> what a reward function has written there with `log_extra`."""
 
     def on(self, device: torch.device | str) -> "CompletionRecord":
-        """Return the completion with all its tensors on a device."""
-        moved = {name: send_to_device(value, device) for name, value in vars(self).items()}
-        return CompletionRecord(**cast(dict[str, Any], moved))
+        """Return the completion with its tensors on a device, and those of `token_values` on the CPU."""
+        moved: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            moved[name] = send_to_device(value, "cpu" if name == "token_values" else device)
+        return CompletionRecord(**moved)
 
 
 class ResampledRollout:

@@ -129,6 +129,14 @@ def test_replay_with_recomputed_layers_of_both_is_refused(models: dict[str, Path
         build(models["moe"], tmp_path, router_replay="R2", router_aux_loss_coef=0.0, gradient_checkpointing=True)
 
 
+def test_a_generation_that_rounds_its_adapter_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    """TRL casts the whole model to bf16 and back for it, in every rollout. A critic of its own is not cast."""
+    rounding = {"use_transformers_continuous_batching": True, "bf16": True}
+    with pytest.raises(ValueError, match=r"continuous_batching=True and bf16=True.* Use bf16=False, or another"):
+        build(models["dense"], tmp_path, **rounding)
+    build(models["dense"], tmp_path, **rounding, lora=False)
+
+
 @pytest.mark.fast_rows(1)
 @pytest.mark.parametrize("form", later_trl.ARGUMENTS)
 def test_a_run_is_the_same_with_a_trl_whose_head_takes_more_arguments(

@@ -150,6 +150,8 @@ def test_setups_in_which_it_would_not_act_are_refused(models: dict[str, Path], t
     unbuilt(r"reward_funcs has 2 RewardAdapters", adapter=[RewardAdapter(), RewardAdapter()])
     unbuilt("RewardAdapter has a peft_config, and the policy", "full", adapter=RewardAdapter(peft_config=LoraConfig()))
     unbuilt(r"'reward' .*object.* must .*LoRA", adapter=RewardAdapter(peft_config=cast(Any, object())))
+    rounding = {"use_transformers_continuous_batching": True, "bf16": True}
+    unbuilt("continuous_batching=True and bf16=True, with which TRL rounds all adapters", **rounding)
     adapter = RewardAdapter()
     with pytest.raises(ValueError, match=r"a trainer of trl-steady\. Import"):
         adapter(prompts=["a"], completions=["b"], completion_ids=[[1]])

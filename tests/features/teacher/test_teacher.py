@@ -97,6 +97,16 @@ def test_an_adapter_needs_no_second_base_and_is_not_saved(
     assert tiny.history(trainer)[0]["teacher/kl"] > 0
 
 
+def test_beside_a_moving_reference_neither_adapter_is_saved(models: dict[str, Path], tmp_path: Path) -> None:
+    moving = {"beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 2}
+    options = {**moving, "teacher": adapter(models, tmp_path / "teacher"), "save_strategy": "steps"}
+    trainer = tiny.trainer(models["dense"], tmp_path / "out", lora=True, **options)
+    assert {"default", "ref"} < {*trainer.model.peft_config}
+    tiny.train(trainer).save_model(str(tmp_path / "saved"))
+    for folder in (tmp_path / "saved", tmp_path / "out/checkpoint-2"):
+        assert [file.parent for file in folder.rglob("adapter_config.json")] == [folder]
+
+
 @pytest.mark.slow
 def test_a_quantised_base_has_an_adapter_and_itself_as_teachers(wide: Path, tmp_path: Path) -> None:
     """The base without an adapter is what its own path means."""

@@ -89,6 +89,13 @@ class RewardModel(ScalarHeadFeature):
                 "RewardAdapter does not work with FSDP or DeepSpeed, which would shard it and not train it. Use DDP "
                 "(accelerate launch --multi_gpu), or a reward model of its own in reward_funcs."
             )
+        policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        args = self.trainer.args
+        if isinstance(policy, PeftModel) and args.use_transformers_continuous_batching and args.bf16:
+            raise ValueError(
+                "RewardAdapter does not work with use_transformers_continuous_batching=True and bf16=True, with which "
+                "TRL rounds all adapters to bf16. Use bf16=False, another generation, or a reward model of its own."
+            )
         self.adopt(self._build())
         self.adapter.compute_rewards = self.compute_rewards  # last, so that a second attempt may use the adapter
 
