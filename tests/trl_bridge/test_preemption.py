@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from accelerate import PartialState
 
 from tests.distributed import processes
@@ -105,6 +106,33 @@ def test_an_evaluation_that_is_due_waits_for_the_resume(
     resumed = build(models, tmp_path / "run", **JIT, **options)
     resumed.train(resume_from_checkpoint=True)
     assert resumable.differences(whole, resumable.state(resumed)) == []
+
+
+class StopsEarly(transformers.TrainerCallback):
+    """Ends the run at an evaluation, as early stopping does."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 6
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"steps_per_generation": 2, "build": EPOCHS["build"]}], ids=["in mid-epoch", "between epochs"]
+)
+def test_an_evaluation_that_ends_the_run_ends_its_resume(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """In mid-epoch, transformers has read the next step by then."""
+    options = {**EVALUATED, "eval_strategy": "steps", "eval_steps": 3, "max_steps": 9, **options}
+    options["build"] = {**options["build"], "callbacks": [StopsEarly()]}
+    whole = tiny.train(build(models, tmp_path / "whole", **options))
+    assert whole.state.global_step == 6
+    stopped = build(models, tmp_path / "run", **JIT, **options)
+    resumable.interrupt(stopped, "loss", 5)
+    stopped.train()
+    resumed = build(models, tmp_path / "run", **JIT, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert resumable.differences(tiny.parameters(whole), tiny.parameters(resumed)) == []
 
 
 def rising(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
