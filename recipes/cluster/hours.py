@@ -13,13 +13,14 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parents[1]
-GPU = 400e12  # FLOP/s of a GPU of 80 GB in these passes, a guess
+GPU = 400e12  # FLOP/s of an H100 in these passes, a guess; an A100 has about a third
 SMALL_GPU = 60e12  # of 24 GB
 MIXTURE_GPU = 100e12  # of 141 GB with a mixture of experts
 ENGINE = 8000.0  # tokens a second from one vLLM
 SMALL_ENGINE = 2000.0  # on a GPU of 24 GB
 TOKEN = 0.05  # seconds for a token of a rollout by transformers
 TOKEN_NF4 = 0.1
+LONGEST = 0.006  # seconds for a token of one answer by vLLM, of which the longest has to wait
 LORA = 10  # FLOPs for each parameter and token: old pass, forward, recomputed forward, backward
 FULL = 12  # backward also computes the gradients of the weights
 DISK = 1e9  # bytes a second
@@ -47,7 +48,7 @@ SEQUENCE = {True: 400, False: 1300}
 ANSWER = {True: 300, False: 1200}
 TRAINERS = {"deepseekmath-7b": 8, "qwen3-30b-a3b-fsdp2": 6}
 """GPUs that train, if not one."""
-CHECKPOINT = {"deepseekmath-7b": 100e9, "qwen3-30b-a3b-fsdp2": 370e9}
+CHECKPOINT = {"deepseekmath-7b": 100e9, "qwen3-30b-a3b-fsdp2": 490e9}
 """Bytes of a checkpoint, if it is not that of an adapter."""
 
 
@@ -99,14 +100,16 @@ def _rate(name: str) -> float:
 def _seconds_of_answers(options: dict[str, Any], name: str, answers: float, length: float) -> float:
     """Return the seconds in which a step's share of a rollout is written.
 
-    A vLLM writes at its rate. transformers needs as long as the longest answer takes, for a whole rollout at once.
+    A vLLM writes at its rate, and a rollout takes at least as long as its longest answer. transformers needs as long
+    as the longest answer takes, for a whole rollout at once.
     """
+    share = options["gradient_accumulation_steps"] / options.get("steps_per_generation", 1)
     if options.get("use_vllm"):
         engine = SMALL_ENGINE if "24gb" in name else ENGINE
         engines = TRAINERS.get(name, 1) if options["vllm_mode"] == "colocate" else 1
-        return answers * length / (engine * engines)
+        longest = share * options["max_completion_length"] * LONGEST
+        return max(answers * length / (engine * engines), longest)
     token = TOKEN_NF4 if options.get("quantised") else TOKEN
-    share = options["gradient_accumulation_steps"] / options["steps_per_generation"]
     return share * options["max_completion_length"] * token
 
 

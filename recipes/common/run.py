@@ -13,7 +13,6 @@ import torch
 from peft import LoraConfig
 from transformers import PrinterCallback as PrinterCallback  # for the recipe `stress`
 from transformers import TrainerCallback as TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl import TrlParser
 
 from trl_steady import GRPOConfig, GRPOTrainer
@@ -113,15 +112,15 @@ def logged(history: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[s
 
 
 def train(trainer: GRPOTrainer, callbacks: Sequence[TrainerCallback]) -> None:
-    """Train. With `resume_from_checkpoint: true`, resume from the last checkpoint in `output_dir`, if there is one.
+    """Train. With `resume_from_checkpoint: true`, resume from the last complete checkpoint, if there is one.
 
     If the cluster ends the run early (`enable_jit_checkpoint`), the recipe ends too, without results.
     """
     for callback in callbacks:
         trainer.add_callback(callback)
-    wanted = trainer.args.resume_from_checkpoint
+    wanted: str | bool | None = trainer.args.resume_from_checkpoint
     if str(wanted).lower() == "true":
-        wanted = get_last_checkpoint(trainer.args.output_dir)
+        wanted = trainer.checkpoints.newest() is not None  # True takes the newest that is complete
     trainer.train(resume_from_checkpoint=wanted)
     if trainer.preemption.is_stopping:
         sys.exit()

@@ -97,7 +97,7 @@ def refresher(recipe: RecipeArguments, trainer: GRPOTrainer) -> RewardModelRefre
         epochs=recipe.reward_epochs,
     )
     args: Any = trainer.args
-    is_resumed = args.resume_from_checkpoint and run.get_last_checkpoint(args.output_dir)
+    is_resumed = args.resume_from_checkpoint and trainer.checkpoints.newest() is not None
     if recipe.reward_model is None and not is_resumed:
         rows: Any = trainer.train_dataset
         if trainer.is_world_process_zero():

@@ -10,8 +10,8 @@ import json
 import os
 import re
 import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from trl_steady import GroupReward
@@ -35,8 +35,10 @@ class Judge:
     """Address up to and including `/v1`."""
     model: str
     key: str = ""
-    timeout: float = 60.0
-    """Seconds without a byte from the server, after which a request is given up."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of each request. Not every server takes all."""
+    timeout: float = 600.0
+    """Seconds without a byte from the server, after which a request is given up. The first comes with the answer."""
     attempts: int = 3
     """Requests for a ranking, before an error of the server ends the run, or a group goes without a reward."""
     wait: float = 2.0
@@ -83,7 +85,12 @@ class Judge:
         return None
 
     def _reply(self, content: str) -> str:
-        request = {"model": self.model, "temperature": 0.0, "messages": [{"role": "user", "content": content}]}
+        request = {
+            "model": self.model,
+            "temperature": 0.0,
+            "messages": [{"role": "user", "content": content}],
+            **self.fields,
+        }
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
         address = urllib.request.Request(f"{self.url}/chat/completions", json.dumps(request).encode(), headers)
         with urllib.request.urlopen(address, timeout=self.timeout) as response:
@@ -116,6 +123,7 @@ judge = GroupReward(
         os.environ.get("JUDGE_URL", "http://localhost:8000/v1"),
         os.environ.get("JUDGE_MODEL", "judge"),
         os.environ.get("OPENAI_API_KEY", ""),
+        json.loads(os.environ.get("JUDGE_FIELDS", "{}")),
     )
 )
 """The reward that smollm2-135m-judge.yaml names. Its settings come from the environment."""

@@ -21,22 +21,25 @@ FOLDER = Path(__file__).parents[2] / "recipes/cluster"
 SCRIPT = FOLDER / "server_and_trainers.sbatch"
 PROGRAMS = {
     "scontrol": 'if [ "$1" = show ]; then printf "a\\nb\\nc\\n"; else echo "$@" >>"$LOG/scontrol"; fi',
-    # runs a step's tasks on this machine, and passes signals on as Slurm's does
+    # runs a step's tasks on this machine; Slurm's kills them at SIGTERM
     "srun": """
-tasks=1 nodes=
+tasks=1 nodes= step=$LOG/step-$(ls "$LOG" | grep -c step-)
+touch "$step"
 while [[ $1 == --* ]]; do
     case $1 in --ntasks=*) tasks=${1#*=} ;; --nodelist=*) nodes=${1#*=} ;; esac
     shift
 done
 pids=()
-trap 'kill -TERM "${pids[@]}"' TERM
+trap 'kill -KILL "${pids[@]}"' TERM
 for ((rank = 0; rank < tasks; rank++)); do
     ON=$nodes SLURM_PROCID=$rank "$@" & pids+=($!)
 done
+echo "${pids[@]}" >"$step"
 for pid in "${pids[@]}"; do
     while kill -0 "$pid" 2>/dev/null; do wait "$pid"; done
 done
 """,
+    "scancel": 'kill -"${1#--signal=}" $(cat "$LOG/step-${2#7.}")',
     "getent": 'echo "10.0.0.2 STREAM b"',
     "vllm": 'echo "$ON $@" >"$LOG/vllm"; $VLLM; exec sleep 60',
     "curl": '[ -e "$LOG/vllm" ]',
@@ -116,6 +119,12 @@ def test_a_signal_reaches_the_trainers_and_the_job_is_queued_again(environment: 
     assert read(environment, "scontrol") == "requeue 7\n"
 
 
+def test_a_folder_that_does_not_exist_is_made(environment: dict[str, str]) -> None:
+    environment["OUTPUT_DIR"] += "/new"
+    ended = subprocess.run(["bash", str(SCRIPT)], env={**environment, "FINISH": "1"}, timeout=60)
+    assert ended.returncode == 0 and "--resume_from_checkpoint" not in read(environment, "rank-0")
+
+
 def test_a_server_that_ends_ends_the_job(environment: dict[str, str]) -> None:
     environment["VLLM"] = "exit 1"
     Path(environment["PATH"].split(":")[0], "curl").write_text("#!/bin/bash\nexit 1\n")
@@ -154,7 +163,7 @@ def test_the_commands_of_the_page_parse(recipes: Any) -> None:
 
 def test_the_spot_file_names_what_exists() -> None:
     task = yaml.safe_load((FOLDER / "spot.yml").read_text())
-    for path in task["envs"].values():
-        assert (FOLDER.parents[1] / path).is_file()
+    for name in ("CONFIG", "TRAIN"):
+        assert (FOLDER.parents[1] / task["envs"][name]).is_file()
     options = yaml.safe_load((FOLDER.parents[1] / task["envs"]["CONFIG"]).read_text())
     assert options["enable_jit_checkpoint"] and "task" in options  # the script reads the file

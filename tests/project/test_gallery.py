@@ -113,11 +113,27 @@ def test_a_recipe_for_gpus_can_lose_its_machine(name: str) -> None:
 
 def test_a_recipe_ends_with_a_run_that_lost_its_machine(recipes: Any) -> None:
     trained: list[object] = []
-    state = SimpleNamespace(global_step=8, max_steps=8)
+    preemption = SimpleNamespace(is_stopping=False)
     args = SimpleNamespace(resume_from_checkpoint=None)
-    trainer = SimpleNamespace(state=state, args=args, train=lambda resume_from_checkpoint: trained.append(state))
+    trainer = SimpleNamespace(
+        preemption=preemption, args=args, train=lambda resume_from_checkpoint: trained.append(resume_from_checkpoint)
+    )
     recipes.run.train(trainer, [])
-    state.global_step = 5
+    preemption.is_stopping = True
     with pytest.raises(SystemExit) as ended:
         recipes.run.train(trainer, [])
-    assert not ended.value.code and len(trained) == 2
+    assert not ended.value.code and trained == [None, None]
+
+
+@pytest.mark.parametrize(("newest", "expected"), [("out/checkpoint-8", True), (None, False)])
+def test_true_resumes_from_a_complete_checkpoint_or_begins(recipes: Any, newest: str | None, expected: bool) -> None:
+    """The newest folder may be half of a copy, as after a bucket's upload was cut off."""
+    trained: list[object] = []
+    trainer = SimpleNamespace(
+        preemption=SimpleNamespace(is_stopping=False),
+        args=SimpleNamespace(resume_from_checkpoint="true"),
+        checkpoints=SimpleNamespace(newest=lambda: newest),
+        train=lambda resume_from_checkpoint: trained.append(resume_from_checkpoint),
+    )
+    recipes.run.train(trainer, [])
+    assert trained == [expected]

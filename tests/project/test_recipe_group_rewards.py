@@ -106,7 +106,8 @@ def ask(module: Any, server: Server, **options: Any) -> tuple[list[float | None]
 
 
 def test_the_judge_sees_both_orders_and_the_best_gets_one(module: Any, server: Server) -> None:
-    rewards, logged = ask(module, server, timeout=30.0, key="secret")
+    fields = {"chat_template_kwargs": {"enable_thinking": False}}
+    rewards, logged = ask(module, server, timeout=30.0, key="secret", fields=fields)
     assert rewards == [pytest.approx(1 / 3), 1.0, 0.0, pytest.approx(2 / 3)]
     assert logged == {"judge/unusable": 0.0, "judge/consistent": 1.0}
     assert len(server.requests) == 2
@@ -117,7 +118,7 @@ def test_the_judge_sees_both_orders_and_the_best_gets_one(module: Any, server: S
     assert all("How many?" in content for content in contents)
     for request in server.requests:
         assert request["path"] == "/v1/chat/completions" and request["model"] == "a-model"
-        assert request["key"] == "Bearer secret"
+        assert request["key"] == "Bearer secret" and request["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 def test_a_judge_that_follows_positions_prefers_no_answer(module: Any, server: Server) -> None:
