@@ -17,6 +17,9 @@ LOWEST := $(VENV)-lowest
 PIP_LOWEST := $(LOWEST)/bin/python $(subst $(CONSTRAINTS),constraints-lowest.txt,$(INSTALL))
 DIST := $(VENV)-dist
 JOBS ?= 2
+# before anything is installed
+IS_NEW = -c 'import sys; sys.version_info < (3, 11) and sys.exit("make: $(PYTHON) is older than Python 3.11. \
+	Add PYTHON=python3.11, or newer.")'
 # those of pyproject.toml's classifiers
 PYTHONS := 3.11 3.12 3.13
 
@@ -174,13 +177,15 @@ test-vllm: $(VLLM)/.test
 # on the first GPU; writes outputs/gpu.json, also if tests fail
 test-gpu: $(VENV)/.test
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
-		then $(BIN)/python -m pytest -m gpu tests/gpu; \
+		then CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES:-0} $(BIN)/python -m pytest -m gpu tests/gpu; \
 		else echo "make test-gpu: torch finds no CUDA device here, so no test runs"; fi
 
 # At most 15 minutes on the first GPU, after the installation: it ends in a block for the issue form "GPU results".
 # ARGS=--rehearse runs all of it that a CPU can, in small sizes.
 gpu:
+	@$(PYTHON) $(IS_NEW)
 	@$(PYTHON) -m benchmarks.gpu --check $(ARGS)
+	@test -e $(VENV)/.test || echo "installing into $(VENV): several gigabytes, minutes without a word"
 	@$(MAKE) --no-print-directory $(VENV)/.test
 	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
@@ -285,6 +290,7 @@ clean:
 
 # torch first and pinned, so that a CPU build which is at hand is taken; a newer one from PyPI brings gigabytes of CUDA.
 $(VENV)/.torch: constraints.txt
+	@$(PYTHON) $(IS_NEW)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	touch $@

@@ -7,12 +7,21 @@ outputs/gpu. Nothing is sent anywhere. This file needs Python alone; the parts n
 
 import argparse
 import ctypes
+import os
+import shutil
+import signal
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.gpu import block
 from benchmarks.gpu.run import FAILED, NO_DEVICE, Run
+
+CUDA = 13000  # that of the packages in constraints.txt
+CAPABILITY = (7, 5)  # the lowest of torch's builds for it
+_MAJOR, _MINOR = 75, 76  # numbers of cuDeviceGetAttribute
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,26 +33,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.accept:
         return accepted(options.accept)
-    if not options.rehearse and not devices():
-        print("make gpu: the CUDA driver (libcuda.so.1) finds no device here, so nothing runs.", file=sys.stderr)
+    problem = "" if options.rehearse else missing(driver())
+    if problem:
+        print(f"make gpu: {problem}", file=sys.stderr)
         return NO_DEVICE
     if options.check:
         return 0
     return Run(rehearse=options.rehearse).all_parts()
 
 
-def devices() -> int:
-    """Return the number of devices that the CUDA driver finds. 0: there is no driver."""
+class Driver(NamedTuple):
+    """What the CUDA driver says."""
+
+    devices: int = 0
+    version: int = 0
+    """The CUDA that it can run, such as 13000."""
+    capability: tuple[int, int] = (0, 0)
+    """Of the first device."""
+
+
+def driver() -> Driver:
+    """Ask the CUDA driver, as torch does. Without one there are no devices."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0:
-        return 0
-    if driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+        return Driver()
+    if cuda.cuInit(0) != 0:
+        return Driver()
+    count, version, device, major, minor = (ctypes.c_int(0) for _ in range(5))
+    if cuda.cuDeviceGetCount(ctypes.byref(count)) != 0 or not count.value:
+        return Driver()
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    cuda.cuDeviceGet(ctypes.byref(device), 0)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+    return Driver(count.value, version.value, (major.value, minor.value))
+
+
+def missing(found: Driver) -> str:
+    """Return why `make gpu` would fail here, before anything is installed; "" if nothing is known."""
+    if not found.devices:
+        return "the CUDA driver (libcuda.so.1) finds no device here, so nothing runs."
+    if found.version < CUDA and not os.environ.get("PIP_FLAGS"):
+        return (
+            f"torch on PyPI is built for CUDA {CUDA // 1000}, and this driver runs CUDA {found.version // 1000}."
+            f"{found.version % 1000 // 10}. Update the driver, or install another build: "
+            'make gpu PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cu126"'
+        )
+    if found.capability < CAPABILITY:
+        return f"the GPU has compute capability {_dotted(found.capability)}, and torch needs {_dotted(CAPABILITY)}."
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return "Triton compiles when it starts, and there is no gcc. For example: apt install gcc python3-dev"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return (
+            f"Triton compiles when it starts, and there is no Python.h. For example: apt install python{version}-dev"
+        )
+    return ""
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def accepted(path: str) -> int:
@@ -62,4 +113,6 @@ def accepted(path: str) -> int:
 
 
 if __name__ == "__main__":
+    for lost in (signal.SIGHUP, signal.SIGTERM):  # the part that runs ends too, and the block is written
+        signal.signal(lost, signal.default_int_handler)
     sys.exit(main())

@@ -30,6 +30,7 @@ HEADS = ("recorded", "device", "versions", "source")
 REHEARSAL = "CPU, a rehearsal"
 """The device of a run that rehearses without a GPU."""
 _LAST = re.compile(r"=== end, (\d+) lines, check ([0-9a-f]{8}) ===")
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PART = re.compile(r"\[(.+)\] ([a-z ]+), (\d+) s(?:: (.+))?")
 _FIGURE = re.compile(r"(.+): (\S+)(?: (\S+))?")
 
@@ -168,8 +169,9 @@ def _figure(line: str) -> Figure:
 
 
 def _one_line(text: str) -> str:
-    """Return the text with one space for each run of white space."""
-    return " ".join(text.split())
+    """Return the text with one space for each run of white space, without colours and what a terminal swallows."""
+    words = _COLOUR.sub("", text).split()
+    return "".join(character for character in " ".join(words) if character.isprintable())
 
 
 def _check(lines: Sequence[str]) -> str:

@@ -22,11 +22,13 @@ def described() -> dict[str, Any]:
         except PackageNotFoundError:
             versions[name] = None
     device: dict[str, Any] = {"name": f"{platform.machine()}, {torch.get_num_threads()} threads", "cuda": None}
+    device["built_for"] = torch.version.cuda
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         device = {
             "name": properties.name,
             "memory_bytes": properties.total_memory,
+            "free_bytes": torch.cuda.mem_get_info(0)[0],
             "capability": list(torch.cuda.get_device_capability(0)),
             "cuda": torch.version.cuda,
         }

@@ -36,11 +36,21 @@ def options(precision: str) -> dict[str, Any]:
     from common import smollm2
 
     loading: dict[str, Any] = {"dtype": "float32", "attn_implementation": "sdpa"}
-    found: dict[str, Any] = {"bf16": precision != "fp16", "fp16": precision == "fp16", "model_init_kwargs": loading}
+    is_bf16 = precision == "bf16" or (precision == "nf4" and takes_bf16())
     if precision == "nf4":
-        loading["quantization_config"] = smollm2.nf4()
+        quantised = smollm2.nf4()
+        if not is_bf16:
+            quantised.bnb_4bit_compute_dtype = torch.float16
+        loading["quantization_config"] = quantised
+    found: dict[str, Any] = {"bf16": is_bf16, "fp16": not is_bf16, "model_init_kwargs": loading}
+    if precision == "nf4":
         found["adapter_dtype"] = "float32"
     return found
+
+
+def takes_bf16() -> bool:
+    """Return whether the device computes in bf16, and does not only emulate it, as a T4 does."""
+    return not CUDA or torch.cuda.get_device_capability() >= (8, 0)
 
 
 def parts(precision: str) -> dict[str, Any]:

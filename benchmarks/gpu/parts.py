@@ -10,7 +10,7 @@ class Work(NamedTuple):
     name: str
     what: str
     limit: int
-    """Seconds."""
+    """Seconds. It may take twice as many if others leave them."""
     command: Sequence[str]
     small: Sequence[str] = ("--small",)
     """Arguments that a rehearsal adds."""
@@ -23,7 +23,13 @@ PARTS = (
     Work("tests", "tests/gpu against CPUs, float64 and TRL", 330, ("-m", "benchmarks.gpu.tests"), needs_bf16=False),
     Work("steps in bf16", "steps of GRPO, RLOO and PPO, all weights", 80, ("-m", "benchmarks.gpu.steps", "bf16")),
     Work("steps in fp16", "the same", 80, ("-m", "benchmarks.gpu.steps", "fp16"), needs_bf16=False),
-    Work("steps in NF4 with LoRA", "the same on a 4-bit base", 100, ("-m", "benchmarks.gpu.steps", "nf4")),
+    Work(
+        "steps in NF4 with LoRA",
+        "the same on a 4-bit base",
+        100,
+        ("-m", "benchmarks.gpu.steps", "nf4"),
+        needs_bf16=False,
+    ),
     Work(
         "padding",
         "steps without padding beside TRL's",

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTPUTS = ROOT / "outputs"
 MINUTES = 15
 PATIENCE = 6  # times as long for a rehearsal, whose machine may be slow or busy
+_LONGEST_NOTE = 300  # a terminal that breaks lines would break the block
 LEAST = 10  # seconds; no part starts with fewer
 NO_DEVICE = 3  # exit status
 FAILED = 1
@@ -60,8 +62,10 @@ class Run:
             status = 130
         text = block.written(self._results())
         self._write()
+        (OUTPUTS / "gpu-block.txt").write_text(f"{text}\n")
         print(f"\n{text}\n")
         print("Please paste the block into an issue with the form 'GPU results', also if parts failed.")
+        print("It stands in outputs/gpu-block.txt too.")
         print("Attach outputs/gpu-results.json, and of parts that failed the logs in outputs/gpu.")
         failures = [part.name for part in self.parts.values() if part.outcome in ("failed", "timed out")]
         return status or (FAILED if failures else 0)
@@ -76,13 +80,17 @@ class Run:
         self.machine = json.loads(path.read_text())
         device = self.machine["device"]
         if not self.rehearse and not device["cuda"]:
-            return f"torch {self.machine['versions']['torch']} finds no CUDA device. Install torch's build for CUDA."
+            torch = self.machine["versions"]["torch"]
+            if device["built_for"]:
+                return f"torch {torch} finds no device. {_last_line(log)}"
+            return f"torch {torch} is a CPU build. `make clean` removes it, and `make gpu` then installs another one."
         now = datetime.datetime.now(datetime.UTC)
         if self.rehearse:
             described = f"{block.REHEARSAL}, {device['name']}"
         else:
+            size, free = (device[name] / 2**30 for name in ("memory_bytes", "free_bytes"))
             described = (
-                f"{device['name']}, {device['memory_bytes'] / 2**30:.1f} GiB, compute capability "
+                f"{device['name']}, {size:.1f} GiB ({free:.1f} free), compute capability "
                 f"{device['capability'][0]}.{device['capability'][1]}, CUDA {device['cuda']}"
             )
         versions = [f"{name} {found}" for name, found in self.machine["versions"].items() if found]
@@ -99,7 +107,7 @@ class Run:
         print(f"{self.heads['device']}\n{self.heads['versions']}")
         print(f"Nothing is downloaded and nothing is sent. At most {MINUTES * self.patience} minutes:")
         for work in PARTS:
-            print(f"  {work.name}, at most {work.limit * self.patience} s: {work.what}")
+            print(f"  {work.name}, about {work.limit * self.patience} s at most: {work.what}")
         print(flush=True)
 
     def _ended(self, work: Work) -> Part:
@@ -111,7 +119,7 @@ class Run:
         left = int(self.end - time.monotonic())
         if left < LEAST:
             return Part(work.name, "not started", note="the time is over")
-        limit = min(work.limit * self.patience, left)
+        limit = min(self._limit(work, left), left)
         name = work.name.replace(" ", "-")
         path, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
         path.unlink(missing_ok=True)
@@ -128,13 +136,27 @@ class Run:
         note = found.get("note", "")
         if outcome == "failed" and not note:
             note = _last_line(log)
-        figures = tuple(Figure(**each) for each in found.get("figures", []))
-        return Part(work.name, outcome, seconds, note, figures)
+        figures: list[Figure] = []
+        for each in found.get("figures", []):
+            figure = Figure(**each)
+            if math.isfinite(figure.value):
+                figures.append(figure)
+            else:
+                note = f"{figure.name} is {figure.value}; {note}"
+        found["figures"] = [figure._asdict() for figure in figures]  # NaN is no JSON
+        return Part(work.name, outcome, seconds, note[:_LONGEST_NOTE], tuple(figures))
+
+    def _limit(self, work: Work, left: float) -> float:
+        """Return the seconds of a part: its own, and up to twice as many if later parts leave them."""
+        own = work.limit * self.patience
+        later = PARTS[PARTS.index(work) + 1 :]
+        needed = sum(other.limit for other in later if not self._reason_to_skip(other)) * self.patience
+        return min(max(own, left - needed), 2 * own)
 
     def _reason_to_skip(self, work: Work) -> str:
         """Return why a part cannot run here."""
         if work.needs and importlib.util.find_spec(work.needs) is None:
-            return f"{work.needs} is not installed"
+            return f"{work.needs} is not installed; make gpu does not bring it"
         if work.needs_bf16 and not self.rehearse and tuple(self.machine["device"]["capability"]) < (8, 0):
             return "bf16 needs compute capability 8.0"
         return ""
@@ -165,6 +187,9 @@ def _environment(*, rehearse: bool) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "HF_HUB_OFFLINE": "1",
+        "TRITON_CACHE_DIR": str(OUTPUTS / "gpu/triton"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
     }
     return {**os.environ, **settings}
 

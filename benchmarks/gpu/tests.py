@@ -22,25 +22,39 @@ class Outcomes:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.collected = 0
         self.outcomes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Count the tests that should run."""
+        self.collected = len(session.items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the worst outcome of a test's phases."""
         if report.when == "call" or not report.passed:
             self.outcomes[report.nodeid] = report.outcome
         if report.failed:
-            self.reasons[report.nodeid] = str(report.longrepr).strip().splitlines()[-1]
+            self.reasons[report.nodeid] = _reason(report)
         self._write()
 
     def _write(self) -> None:
         counts = Counter(self.outcomes.values())
         note = ", ".join(f"{counts[each]} {each}" for each in ("passed", "failed", "skipped"))
+        note = f"{note}, of {self.collected}"
         failed = [_short(test) for test, outcome in self.outcomes.items() if outcome == "failed"]
         if failed:
             note = f"{note}: {' '.join(failed)}"
         found = {"note": note, "figures": [], "outcomes": self.outcomes, "reasons": self.reasons}
         block.save(self._path, found)
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Return the message of the error, or the last line of what pytest shows."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        return str(crash.message)
+    return str(report.longrepr).strip().splitlines()[-1]
 
 
 def _short(test: str) -> str:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -54,6 +55,8 @@ class Recorder:
         if not _is_recorded(item) or not torch.cuda.is_available():
             return (yield)
         row, reset = self._row(item.nodeid), torch.cuda.reset_peak_memory_stats
+        for name in ("last_exc", "last_type", "last_value", "last_traceback"):  # pytest's, of a test that has failed
+            vars(sys).pop(name, None)
         gc.collect()  # trainers have cycles
         torch.cuda.empty_cache()
         reset()

@@ -1,6 +1,7 @@
 """`make gpu`: its block is accepted as printed and refused otherwise, and no part depends on another."""
 
 import json
+import re
 import subprocess
 import sys
 import zlib
@@ -112,27 +113,73 @@ def test_the_form_asks_for_the_block() -> None:
 def test_a_machine_without_a_gpu_gets_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "devices", lambda: 0)
+    monkeypatch.setattr(command, "driver", command.Driver)
     assert command.main([]) != 0
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and "finds no device" in printed.err
 
 
 def test_the_driver_is_asked_as_torch_asks_it() -> None:
-    assert bool(command.devices()) == torch.cuda.is_available()
+    assert bool(command.driver().devices) == torch.cuda.is_available()
 
 
-@pytest.mark.parametrize(("status", "found"), [(0, 2), (100, 0)])
-def test_devices_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch, status: int, found: int) -> None:
+@pytest.mark.parametrize(("status", "found"), [(0, (2, 12040, (8, 9))), (100, (0, 0, (0, 0)))])
+def test_devices_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch, status: int, found: Any) -> None:
     """100 is CUDA's error for no device."""
 
-    def count(pointer: Any) -> int:
-        pointer._obj.value = 2
+    def give(pointer: Any, value: int) -> int:
+        pointer._obj.value = value
         return 0
 
-    driver = SimpleNamespace(cuInit=lambda flags: status, cuDeviceGetCount=count)
+    driver = SimpleNamespace(
+        cuInit=lambda flags: status,
+        cuDeviceGetCount=lambda pointer: give(pointer, 2),
+        cuDriverGetVersion=lambda pointer: give(pointer, 12040),
+        cuDeviceGet=lambda pointer, number: give(pointer, number),
+        cuDeviceGetAttribute=lambda pointer, name, device: give(pointer, {75: 8, 76: 9}[name]),
+    )
     monkeypatch.setattr(command.ctypes, "CDLL", lambda name: driver)
-    assert command.devices() == found
+    assert command.driver() == found
+
+
+GPU = command.Driver(1, 13000, (7, 5))
+
+
+@pytest.mark.parametrize(
+    ("driver", "why"),
+    [
+        (GPU, ""),
+        (GPU._replace(devices=0), "finds no device here"),
+        (
+            GPU._replace(version=12080),
+            r"is built for CUDA 13, and this driver runs CUDA 12\.8\. Update the driver, or",
+        ),
+        (GPU._replace(capability=(7, 0)), r"has compute capability 7\.0, and torch needs 7\.5"),
+    ],
+)
+def test_what_is_missing_is_said_before_gigabytes_are_installed(
+    monkeypatch: pytest.MonkeyPatch, driver: Any, why: str
+) -> None:
+    monkeypatch.delenv("PIP_FLAGS", raising=False)
+    monkeypatch.setattr(command.Path, "is_file", lambda path: True)
+    monkeypatch.setenv("CC", "cc")
+    assert re.search(why, command.missing(driver)) and bool(why) == bool(command.missing(driver))
+
+
+def test_triton_needs_a_compiler_and_pythons_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(command.shutil, "which", lambda name: None)
+    assert "there is no gcc" in command.missing(GPU)
+    monkeypatch.setattr(command.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(command.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    assert "there is no Python.h" in command.missing(GPU)
+
+
+def test_another_build_of_torch_goes_with_an_older_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FLAGS", "--extra-index-url https://download.pytorch.org/whl/cu126")
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(command.Path, "is_file", lambda path: True)
+    assert command.missing(GPU._replace(version=12060)) == ""
 
 
 def test_the_parts_are_those_of_the_block() -> None:
@@ -142,6 +189,43 @@ def test_the_parts_are_those_of_the_block() -> None:
 def test_all_files_of_tests_run_but_the_recipes() -> None:
     files = {path.stem.removeprefix("test_") for path in (ROOT / tests.FOLDER).glob("test_*.py")}
     assert {*tests.ORDER} == files - {"recipes"}
+
+
+def test_colours_and_what_a_terminal_swallows_are_left_out() -> None:
+    coloured = Part("steps in bf16", "failed", 12, "\x1b[31mRuntimeError\x1b[0m: \x07bad\x00 end")
+    text = block.written(results()._replace(parts=[coloured, *results().parts[1:]]))
+    assert "RuntimeError: bad end" in text and text.replace("\n", "").isprintable()
+
+
+NAN = """
+import sys
+from benchmarks.gpu import block
+from pathlib import Path
+figures = [{"name": "ratio", "value": float("nan"), "unit": ""}, {"name": "other", "value": 2.0, "unit": "s"}]
+block.save(Path(sys.argv[-1]), {"note": "long " * 200, "figures": figures})
+"""
+
+
+def test_a_figure_that_is_not_finite_goes_to_a_note_of_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "PARTS", (Work("nan", "", 60, ("-c", NAN), small=()),))
+    monkeypatch.setattr(run, "OUTPUTS", tmp_path)
+    monkeypatch.setattr(block, "NAMES", ("nan",))
+    assert command.main(["--rehearse"]) == 0
+    [part] = block.read(capsys.readouterr().out).parts
+    assert part.figures == (Figure("other", 2.0, "s"),) and part.note.startswith("ratio is nan; long long")
+    assert len(part.note) <= 300 and "NaN" not in (tmp_path / "gpu-results.json").read_text()
+    assert command.main(["--accept", str(tmp_path / "gpu-block.txt")]) == 0
+
+
+def test_a_part_gets_what_later_parts_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = (Work("a", "", 60, ()), Work("b", "", 100, ()), Work("c", "", 100, (), needs="no_such_package"))
+    monkeypatch.setattr(run, "PARTS", works)
+    made = run.Run(rehearse=False)
+    made.machine = {"device": {"capability": [8, 0]}}
+    limits = [made._limit(works[0], left) for left in (120, 190, 1000)]  # pyright: ignore[reportPrivateUsage]
+    assert limits == [60, 90, 120]
 
 
 WRITES = """
@@ -173,7 +257,7 @@ def test_no_part_depends_on_another(
         ("raises", "failed", "RuntimeError: early", ()),
         ("hangs", "timed out", "1 of 2", ratio),
         ("dies", "failed", "ended by SIGKILL", ()),
-        ("lacks a package", "skipped", "no_such_package is not installed", ()),
+        ("lacks a package", "skipped", "no_such_package is not installed; make gpu does not bring it", ()),
         ("passes", "passed", "1 of 2", ratio),
     ]
     assert block.read(json.loads((tmp_path / "gpu-results.json").read_text())["block"]) == found

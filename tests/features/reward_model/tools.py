@@ -51,7 +51,7 @@ def stir(trainer: Any, seed: int = 0, by: float = 0.2) -> None:
     """Move the reward model, so that its scores differ."""
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in trainer.reward_model.named_parameters():
-        parameter.add_(by * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+        parameter.add_(by * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 
 # texts, each scored at several ends
