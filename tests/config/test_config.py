@@ -230,6 +230,13 @@ def test_the_table_has_every_option_of_ours() -> None:
             {"keep_sampling_mask": True, "use_transformers_continuous_batching": True},
             "keep_sampling_mask=True does not",
         ),
+        (
+            {
+                **{"keep_sampling_mask": True, "use_vllm": True, "top_k": 50, "top_p": 0.9},
+                "eval_generation": {"top_k": 0},
+            },
+            r"eval_generation=\{'top_k': 0\} does not work with keep_sampling_mask=True and vLLM",
+        ),
         ({"importance_sampling_level": "token"}, r"='token' contradicts loss_type='gspo'.*Leave importance_s"),
         (
             {"scale_rewards": "mean", "multi_objective_aggregation": "normalize_then_sum"},

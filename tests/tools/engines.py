@@ -43,6 +43,14 @@ Sets = list[list[int]]
 Build = Callable[..., Any]
 
 
+def refuse_unbounded(temperature: float, top_k: int) -> None:
+    """As vLLM does with `return_sampling_mask`."""
+    if temperature <= 0:
+        raise ValueError("sampling distribution replay requires temperature > 0")
+    if top_k <= 0:
+        raise ValueError(UNBOUNDED)
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("mixture"))
@@ -176,8 +184,8 @@ class LLM:
         params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
         assert len(params) == len(prompts) and {each.n for each in params} == {1}
         assert lora_request == (self.engine.adapters[-1] if self.engine.adapters else None)
-        if self.asked.get(MASKED) and params[0].top_k <= 0:
-            raise ValueError(UNBOUNDED)
+        if self.asked.get(MASKED):
+            refuse_unbounded(params[0].temperature, params[0].top_k)
         self.engine.seeds.append([getattr(each, "seed", None) for each in params])
         asked = zip(prompts, self.engine.seeds[-1], strict=True)
         return [self._answer(prompt["prompt_token_ids"], seed) for prompt, seed in asked]
@@ -254,8 +262,8 @@ class Server:
         if path == RENDER:
             return {"features": features(body["messages"])}
         sampling = body if path == COMPLETIONS else body["sampling_params"]
-        if self.flag(MASKED) and sampling["top_k"] <= 0:
-            raise ValueError(UNBOUNDED)
+        if self.flag(MASKED):
+            refuse_unbounded(sampling["temperature"], sampling["top_k"])
         of_choices = [None] * sampling["n"]
         if sampling.get("seed") is not None:
             of_choices = list(range(sampling["seed"], sampling["seed"] + sampling["n"]))  # for each prompt the same

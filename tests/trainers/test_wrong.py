@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from trl.trainer import grpo_trainer, rloo_trainer
 import trl_steady
 from tests.tools import tiny
 from trl_steady import StepRewards
-from trl_steady.trl_bridge.validation import PASSED
+from trl_steady.trl_bridge.validation import PASSED, refuse_shared_engine_for_tools
 
 INF, NAN = float("inf"), float("nan")
 
@@ -402,3 +403,30 @@ def test_the_config_of_another_trainer_is_told_that_trainers_name(models: dict[s
     theirs = tiny.arguments(trl.GRPOConfig, tmp_path)
     with pytest.raises(ValueError, match=r"Import both: from trl_steady import GRPOConfig, GRPOTrainer\.$"):
         trl_steady.GRPOTrainer(str(models["dense"]), tiny.reward, theirs, tiny.dataset())
+
+
+class WithTools(trl_steady.GRPOTrainer):
+    """Says what the refusal asks of a trainer."""
+
+    def __init__(self, mode: str, tensor_parallel: int, processes: int, *, has_tools: bool) -> None:
+        self.args = cast(Any, SimpleNamespace(vllm_mode=mode, vllm_tensor_parallel_size=tensor_parallel))
+        self.accelerator = cast(Any, SimpleNamespace(num_processes=processes))
+        self.tools, self.use_vllm = [print] if has_tools else [], True
+
+
+@pytest.mark.parametrize(
+    ("mode", "tensor_parallel", "processes", "has_tools", "why"),
+    [
+        ("server", 1, 2, True, "vllm_mode='server' on 2 processes"),
+        ("colocate", 2, 4, True, "vllm_tensor_parallel_size=2 on 4 processes"),
+        ("server", 1, 1, True, ""),
+        ("colocate", 1, 2, True, ""),
+        ("server", 1, 2, False, ""),
+    ],
+)
+def test_tools_of_several_processes_need_an_engine_each(
+    mode: str, tensor_parallel: int, processes: int, has_tools: bool, why: str
+) -> None:
+    trainer = WithTools(mode, tensor_parallel, processes, has_tools=has_tools)
+    with pytest.raises(ValueError, match=why) if why else nullcontext():
+        refuse_shared_engine_for_tools(cast(Any, trainer))

@@ -209,6 +209,12 @@ class SharedOptions(EvaluationOptions):
                     f"keep_sampling_mask=True does not work with top_k={top_k}: vLLM returns kept tokens only if "
                     "top_k limits their number. Set top_k=512, for example, in addition to top_p."
                 )
+            of_evaluations = self.eval_generation or {}
+            if isinstance(of_evaluations, Mapping) and of_evaluations.get("top_k", 1) <= 0:
+                yield (
+                    f"eval_generation={of_evaluations!r} does not work with keep_sampling_mask=True and vLLM, which "
+                    "refuses requests without top_k. Leave top_k out, or set a number above 0."
+                )
 
     # warnings
 

@@ -148,13 +148,13 @@ class Checkpoints:
                 state.best_model_checkpoint = best
             if args.should_save:
                 state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
-        self._move_into_place(unfinished, checkpoint)
+        has_moved = self._move_into_place(unfinished, checkpoint)
         if not args.save_only_model:
             self.last = checkpoint
             self.last_step = state.global_step
         if args.push_to_hub:
             self._trl._push_from_checkpoint(str(checkpoint))
-        if args.should_save:
+        if args.should_save or has_moved:  # on each disk
             rotate_checkpoints(run_folder, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
 
     def note_best(self) -> None:
@@ -189,17 +189,22 @@ class Checkpoints:
             self._run = broadcast_object_list([uuid.uuid4().hex])[0]
         return self._run
 
-    def _move_into_place(self, unfinished: Path, checkpoint: Path) -> None:
-        """Write the manifest and rename the folder, when all processes have written their files."""
+    def _move_into_place(self, unfinished: Path, checkpoint: Path) -> bool:
+        """Write the manifest and rename the folder, when all processes have written their files.
+
+        Returns True on one process for each disk.
+        """
         accelerator = self._trainer.accelerator
         run = self._run_id()
-        if accelerator.process_index in self._movers(unfinished):
+        is_mover = accelerator.process_index in self._movers(unfinished)
+        if is_mover:
             with suppress(FileNotFoundError):  # one from a run that was later resumed at an earlier checkpoint
                 os.replace(checkpoint, unfinished.parent / "replaced")
             write_manifest(unfinished, run, self.data_order)
             os.replace(unfinished, checkpoint)
             shutil.rmtree(unfinished.parent, ignore_errors=True)
         accelerator.wait_for_everyone()
+        return is_mover
 
     def _movers(self, unfinished: Path) -> list[int]:
         """Return the processes that move their folder: one for each disk.

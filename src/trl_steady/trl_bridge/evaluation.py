@@ -44,6 +44,10 @@ def name_after_set(trainer: Trainer, prefix: str) -> None:
         logged[f"{set_name}_{name}"] = logged.pop(name)
 
 
+_LIKELIEST = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+"""Samples the likeliest token, as temperature 0 does, which a vLLM that returns its sampling mask refuses."""
+
+
 @contextmanager
 def sample_as(trainer: Trainer, options: Mapping[str, Any]) -> Generator[None]:
     """Let a trainer and its engine sample with these options of TRL inside this context. "greedy" is a temperature 0.
@@ -58,7 +62,10 @@ def sample_as(trainer: Trainer, options: Mapping[str, Any]) -> Generator[None]:
         engine = trainer.vllm_generation
         own = _with_limit_named(changed, "max_tokens")
         others = {name: value for name, value in engine.generation_kwargs.items() if name not in own}
-        targets.append((engine, {**changed, "generation_kwargs": others}))
+        sampled = dict(changed)
+        if changed.get("temperature") == 0 and trainer.args.keep_sampling_mask:
+            sampled |= _LIKELIEST
+        targets.append((engine, {**sampled, "generation_kwargs": others}))
     else:
         own = _with_limit_named(changed, "max_new_tokens")
         if own.get("temperature") == 0:

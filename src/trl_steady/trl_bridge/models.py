@@ -4,6 +4,7 @@ This file knows PEFT, accelerate and FSDP2.
 """
 
 import functools
+import os
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -229,6 +230,11 @@ def keep_parameters(model: torch.nn.Module) -> Generator[None]:
                 parameter.requires_grad_(requires_grad)
 
 
+def is_fsdp_asked() -> bool:
+    """Return True if the launcher or the config asks for FSDP, also before accelerate has made its state."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on")
+
+
 def reshard(model: torch.nn.Module) -> None:
     """Let the model's parameters be those that the optimizer knows.
 
@@ -249,7 +255,12 @@ def like(parameter: Tensor, values: Tensor) -> Tensor:
     """Return whole values, sharded as a parameter of their shape is. Shards take those of the first process."""
     if not isinstance(parameter, DTensor):
         return values
-    return distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sharded = distribute_tensor(values.to(parameter.device), mesh, placements)  # on the mesh's kind of device
+    local = sharded.to_local().to(parameter.device)  # where FSDP2 has offloaded the parameter, the CPU
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 @torch.no_grad()

@@ -120,6 +120,29 @@ def _required(function: Callable[..., object]) -> set[str]:
     return required
 
 
+def refuse_shared_engine_for_tools(trainer: Trainer) -> None:
+    """Refuse tools where processes share an engine, because TRL then mixes up their completions, or waits forever.
+
+    After a tool's result, each process asks for the rest of its own conversations, as often as they need. The engine
+    expects all processes each time, with equally many.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    has_tools = bool(trainer.tools) or trainer.environment_factories is not None
+    if not has_tools or not trainer.use_vllm or accelerator.num_processes == 1 or overrides(trainer, "generation"):
+        return
+    shared = ""
+    if args.vllm_mode == "server":
+        shared = "vllm_mode='server'"
+    elif args.vllm_tensor_parallel_size > 1:
+        shared = f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}"
+    if shared:
+        raise ValueError(
+            f"tools and environments do not work with {shared} on {accelerator.num_processes} processes: TRL would "
+            "give completions to other prompts, or wait forever. Set vllm_mode='colocate' and "
+            "vllm_tensor_parallel_size=1, or train with one process."
+        )
+
+
 def refuse_taken_names(trainer: Trainer, kinds: Mapping[str, type]) -> None:
     """Refuse attributes that a script has set over ours. Some would fail at the first save only.
 

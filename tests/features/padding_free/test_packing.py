@@ -2,6 +2,8 @@
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from tests.features.padding_free.tools import packing_of
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Taken, padded
 from tests.tools.devices import CUDA, pretended_gpu
+from tests.tools.threads import Group
+from trl_steady.features.padding_free import feature
+from trl_steady.features.padding_free.feature import PaddingFree
 from trl_steady.features.padding_free.packing import Length, pack, partition, sequence_lengths
 
 
@@ -77,3 +82,19 @@ def test_packing_waits_for_the_gpu_as_often_for_many_rows_as_for_few(shares: boo
             assert len(gpu.waits) == read
             waits.append(len(gpu.waits))
     assert waits[0] == waits[1]
+
+
+def test_processes_form_equally_many_groups_where_one_of_them_pads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process has a sequence that is wider than the model allows without padding."""
+    group = Group(2)
+    monkeypatch.setattr(feature, "gather_object", group.gather)
+    asked: Any = SimpleNamespace(args=SimpleNamespace(token_budget=9000))
+    support: Any = SimpleNamespace(width_limit=4096, why_not_packed=None, is_shift_invariant=True)
+
+    def batches(rank: int) -> list[list[int]]:
+        completion = (1300, 300)[rank]
+        lengths = [Length(3000, completion, 0)] * 4
+        return PaddingFree._batches(asked, support, lengths, 3000 + completion, 3000, 4)
+
+    first, second = group.run(batches)
+    assert [len(each) for each in first] == [len(each) for each in second] == [2, 2]

@@ -2,7 +2,7 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import pytest
@@ -15,6 +15,7 @@ import trl_steady
 from tests.features.reference.tools import MOVING, adapter_tensors
 from tests.tools import tiny
 from tests.tools import wide as wide_model
+from trl_steady.core.types import Construction
 from trl_steady.features.reference.feature import Reference
 
 SLOW = pytest.mark.slow
@@ -206,3 +207,26 @@ def test_the_reference_drops_nothing_out(models: dict[str, Path], tmp_path: Path
     trainer.train()
     kl = [row["kl"] for row in tiny.history(trainer) if "kl" in row]
     assert [i for i, value in enumerate(kl) if value == 0.0] == ([0, 4, 8, 12] if disable else [])
+
+
+@pytest.mark.parametrize("given", [None, {"dtype": "float32"}, {"device_map": "cpu"}])
+@pytest.mark.parametrize(
+    ("asked", "beta", "expected"), [("true", 0.1, True), ("true", 0.0, False), ("false", 0.1, False)]
+)
+def test_under_fsdp_each_process_loads_the_reference_for_its_own_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any] | None,
+    asked: str,
+    beta: float,
+    expected: bool,
+) -> None:
+    """TRL would load it with device_map="auto", over all GPUs that a process sees."""
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, beta=beta, model_init_kwargs=given)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", asked)
+    seen: list[dict[str, Any]] = []
+    construction = Construction("path", args)
+    Reference(cast(Any, None), args).around_init(construction, lambda own: seen.append(dict(own.seen_by_trl)))
+    assert ("model_init_kwargs" in seen[0]) == expected
+    if expected:
+        assert seen[0]["model_init_kwargs"] == {"device_map": None, **(given or {})}

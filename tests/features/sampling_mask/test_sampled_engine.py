@@ -221,3 +221,27 @@ def test_the_engine_is_started_with_what_is_asked_for(
 def test_an_engine_over_several_gpus_is_refused(in_process: Build) -> None:
     with pytest.raises(ValueError, match=r"_parallel_size=2: a colocated engine returns the \w.*'server'"):
         in_process(vllm_tensor_parallel_size=2, **SETS)
+
+
+@pytest.mark.parametrize("sampling", [{"greedy": True}, {"temperature": 0.0, "top_p": 0.5}, {"temperature": 0.5}])
+def test_an_engine_that_returns_sets_also_serves_evaluations(
+    in_process: Build, engine: Engine, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    """vLLM with `return_sampling_mask` refuses a temperature of 0, also of evaluations, and needs top_k."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_generation": sampling, "max_steps": 2}
+    trainer = in_process(**SETS, **evaluated, build={"eval_dataset": tiny.dataset(4)})
+    asked: list[tuple[float, int, float]] = []
+    generate = trainer.vllm_generation.llm.generate
+
+    def note(prompts: Any, sampling_params: Any, **keywords: Any) -> Any:
+        first = sampling_params[0] if isinstance(sampling_params, list) else sampling_params
+        asked.append((first.temperature, first.top_k, first.top_p))
+        return generate(prompts, sampling_params=sampling_params, **keywords)
+
+    monkeypatch.setattr(trainer.vllm_generation.llm, "generate", note)
+    trainer.train()
+    of_training, of_evaluation = asked[0], asked[-1]
+    assert len({*asked}) == 2 and of_training[1] == SETS["top_k"]
+    if sampling.get("temperature") != 0.5:
+        assert of_evaluation == (1.0, 1, 1.0)  # the likeliest token
+    assert any("eval_reward" in row for row in trainer.state.log_history)

@@ -232,10 +232,12 @@ class PaddingFree(Feature):
         budget = self.args.token_budget
         if budget is None:
             return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-        everywhere: list[list[Length]] = gather_object([_take(lengths, order)])
+        is_padded = is_whole or not is_packed  # on this process: its width decides
+        everywhere: list[tuple[bool, list[Length]]] = gather_object([(is_padded, _take(lengths, order))])
+        padded = any(is_padded for is_padded, _ in everywhere)
         batches: list[list[int]] = []
         start = 0
-        for count in partition(everywhere, budget, padded=is_whole or not is_packed):
+        for count in partition([own for _, own in everywhere], budget, padded=padded):
             batches.append(order[start : start + count])
             start += count
         return batches

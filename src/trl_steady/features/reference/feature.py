@@ -27,6 +27,7 @@ from trl_steady.trl_bridge.models import (
     POLICY_ADAPTER,
     REFERENCE_ADAPTER,
     drop_adapter,
+    is_fsdp_asked,
     keep_base,
     keep_parameters,
     save_only,
@@ -66,6 +67,10 @@ class Reference(Feature):
                 refuse_several(model)  # TRL would copy one of several adapters, and let that one alone act
                 drop_adapter(model, REFERENCE_ADAPTER)  # the reference of a new run is the policy at its start
         construction.seen_by_trl["sync_ref_model"] = False
+        if self.args.has_reference and is_fsdp_asked():
+            # TRL asks for one process on several GPUs there, which spreads the reference over all that it sees
+            given = self.args.model_init_kwargs or {}
+            construction.seen_by_trl["model_init_kwargs"] = {"device_map": None, **given}
         with keep_base(config):  # TRL's constructor adds another adapter of this configuration
             call_next(construction)
 
