@@ -198,6 +198,54 @@ def test_a_number_that_no_float_can_hold_is_infinite_in_json_lines(tmp_path: Pat
     assert History.read(file)["loss"].values.tolist() == [math.inf, 0.1, 0.1, 0.1]
 
 
+@pytest.mark.parametrize(
+    ("line", "last"),
+    [
+        ("Step: {step}/40, Loss: 0.1, Grad norm: 0.5, Reward: 0.{step}, KL: 0.01", 40),
+        ("Epoch:[1/1]({step}/40), Reward: 0.{step}, KL_ref: 0.01, Actor Loss: 0.1, Avg Response Len: 200", 40),
+        ("Iter {step}: Train loss 0.1, Total rewards mean 0.{step}, KL 0.01, It/sec 0.3", 0),
+        ("{step}0%|## | {step}/40 [00:12<00:30, 1.2s/it, loss=0.1, reward=0.{step}, kl=0.01]", 40),
+    ],
+)
+def test_lists_of_names_and_values_are_read(line: str, last: int) -> None:
+    """Of a loop that somebody has written, of minimind, of mlx-lm, and of a bar that has its metrics."""
+    log = read_records(records(line.format(step=step) for step in range(1, 10)))
+    found = [(row["step"], row["reward"], row["kl"], row["loss"]) for row in log.rows]
+    assert found == [(step, step / 10, 0.01, 0.1) for step in range(1, 10)]
+    assert log.max_steps == last
+
+
+def test_a_sentence_with_commas_is_no_row() -> None:
+    answer = "Step 3: add 4, then 5, and 6, which makes 15, so the answer is 15"
+    assert read(answer) == [] and rewards(f"{printed(1)}\n{answer}\n{printed(2)}") == {1: 0.1, 2: 0.2}
+
+
+@pytest.mark.parametrize("name", ["iteration", "iter", "update"])
+def test_a_step_has_other_names_in_loops_of_ones_own(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "log.csv"
+    file.write_text(f"{name},mean_reward,loss\n" + "".join(f"{10 * step},0.5,0.1\n" for step in range(1, 9)))
+    assert History.read(file)["reward"].steps.tolist() == [*range(10, 90, 10)]
+
+
+def test_the_bar_of_a_notebook_stays_beside_its_table(tmp_path: Path) -> None:
+    bar = "<div><progress value='4' max='300'></progress> [  4/300 01:02 &lt; 1:16:00, 0.06 it/s, Epoch 0.02/1]</div>"
+    for less in ("&lt;", "<"):  # as it is saved
+        names = "<tr><th>Step</th><th>Training Loss</th><th>reward</th></tr>"
+        rows = "".join(f"<tr><td>{step}</td><td>0.1</td><td>0.5</td></tr>" for step in range(1, 5))
+        html = f"{bar.replace('&lt;', less)}<table>{names}{rows}</table>"
+        cell = {"outputs": [{"data": {"text/html": html}}]}
+        file = tmp_path / "run.ipynb"
+        file.write_text(json.dumps({"nbformat": 4, "cells": [cell]}))
+        run = History.read(file)
+        assert run.last_step == 4 and run.settings["max_steps"] == 300
+
+
+def test_k1_of_a_loop_of_ones_own_is_no_kl() -> None:
+    lines = [f"Step {step} | Loss: 0.1 | Reward: 0.5 | KL: {-0.01 * step}" for step in range(1, 9)]
+    log = read_records(records(lines))
+    assert "kl" not in log.rows[0] and "kl is negative, so it is k1, and is not read" in log.remarks
+
+
 def test_json_lines_of_one_step_are_a_run_that_has_begun(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
     file.write_text(json.dumps({"step": 1, "reward": 0.5, "loss": 0.1}) + "\n")

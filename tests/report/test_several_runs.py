@@ -82,6 +82,23 @@ def test_a_stage_without_a_summary_is_told_by_its_steps(tmp_path: Path) -> None:
     assert run.remarks == ["logs of other runs in this file are left out (100)"]
 
 
+def test_a_metric_of_a_run_before_does_not_stay(tmp_path: Path) -> None:
+    """A cell of a notebook that ran again has no summary between its two runs, and the second one has no KL."""
+    names, row = "Step  Training Loss  reward  kl", "{}  0.1  0.5  {}"
+    first = [names, *(row.format(step, 5.0) for step in range(1, 61))]
+    second = [names, *(row.format(step, "0.000000") for step in range(1, 41))]
+    run = history(tmp_path, *first, *second)
+    assert run.last_step == 40 and "kl" not in run.keys
+
+
+def test_a_file_that_was_just_written_may_be_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    lines = sampled(range(1, 31), 100)
+    assert "the file is new, so the run may go on" in history(tmp_path, *lines).remarks
+    assert history(tmp_path, *lines, SUMMARY).is_over
+    os.utime(tmp_path / "train.log", (0, 0))
+    assert not any("new" in remark for remark in History.read(tmp_path / "train.log").remarks)
+
+
 def test_rows_that_stand_newest_first_are_turned_round(tmp_path: Path) -> None:
     file = tmp_path / "history.csv"
     file.write_text("step,reward,loss\n" + "".join(f"{step},{step / 100},0.1\n" for step in range(60, 0, -1)))

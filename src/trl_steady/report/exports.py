@@ -8,7 +8,7 @@ from html import unescape
 from typing import Any
 
 from trl_steady.report.forms import Record, number, records
-from trl_steady.report.frameworks import STEPS
+from trl_steady.report.frameworks import STEPS, STEPS_OF_OWN_LOOPS
 
 _WRAPPERS = ("data", "metrics", "logs", "scalars")  # objects that hold all metrics of a row
 _LISTS = ("log_history", "history", "rows", "data")
@@ -111,7 +111,7 @@ def _table_text(html: str) -> str:
     html = re.sub(r"\s*\n\s*", " ", html)
     html = re.sub(r"<table\b|<tr\b|</tr\s*>", r"\n\g<0>", html)  # a progress bar can stand before the table
     html = re.sub(r"\s*</t[dh]\s*>\s*(?=<t[dh])", "\t", html)
-    return unescape(re.sub(r"<[^>]*>", "", html))
+    return unescape(re.sub(r"</?[A-Za-z!][^<>]*>", "", html))  # a bar has "<" before the time that is left
 
 
 def csv_columns(line: str) -> list[str]:
@@ -121,7 +121,7 @@ def csv_columns(line: str) -> list[str]:
     except csv.Error:
         return []
     names = [_column(name) for name in columns]
-    if len(columns) < 2 or STEPS.isdisjoint(names):
+    if len(columns) < 2 or STEPS.union(STEPS_OF_OWN_LOOPS).isdisjoint(names):
         return []
     return columns
 

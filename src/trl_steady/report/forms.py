@@ -97,7 +97,7 @@ def records(lines: Iterable[str]) -> Iterator[Record]:
         if not line or line.isspace():
             continue
         yield from bars(line)
-        found = pairs(line) or cells(line) or live_line(line) or dicts(line)
+        found = pairs(line) or cells(line) or listed(line) or live_line(line) or dicts(line)
         yield from found
         if found:
             continue
@@ -192,6 +192,17 @@ _BAR = re.compile(r"\b\d{1,3}%(?:\|[^|\n]*\|)?\s*(\d+)/(\d+) \[")  # pages drop 
 _NOTEBOOK_BAR = re.compile(r"\[\s*(\d+)/(\d+) \d+:\d\d[^\]]*\bEpoch\b")
 
 
+_SET = re.compile(rf", ([A-Za-z][\w/ ]*)=({_NUMBER})(?=[,\s]|$)")
+
+
+def _postfix(text: str, step: int, last: int) -> list[Record]:
+    """Return the record of metrics in a bar, such as `00:12<00:30, 1.2s/it, loss=0.1, reward=0.5, kl=0.01`."""
+    values = {name: float(value) for name, value in _SET.findall(text)}
+    if len(values) < 3:
+        return []
+    return [Record("dict", "bar", step, values, last)]
+
+
 def bars(line: str) -> list[Record]:
     """Return the progress bars of a line, of tqdm and of notebooks."""
     found: list[Record] = []
@@ -201,6 +212,7 @@ def bars(line: str) -> list[Record]:
             label = line[end : match.start()].rpartition("]")[2].strip(" :")
             found.append(Record("bar", label, int(match[1]), {}, int(match[2])))
             end = match.end()
+            found += _postfix(line[end:].partition("]")[0], int(match[1]), int(match[2]))
     if "Epoch" in line:
         for match in _NOTEBOOK_BAR.finditer(line):
             found.append(Record("bar", "", int(match[1]), {}, int(match[2])))
@@ -226,6 +238,25 @@ def pairs(line: str) -> list[Record]:
 _CELLS = re.compile(r"(?:^|[^\w/])(?<!Micro )[Ss]tep:? +(\d+)(?:/(\d+))? \| ([^'\"`]+)")
 _CELL = re.compile(rf"([A-Za-z][\w./ -]*?)(?:\s*[:=]\s*|\s+)({_NUMBER}|nan|inf)(?:(%)|/(\d+))?")
 _SECONDS = re.compile(rf"(?:Time:? ?)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:({_NUMBER})s)?$")
+
+
+_WITH_COMMAS = re.compile(
+    r"(?:(?:^|[^\w/])([Ss]tep|[Ii]ter(?:ation)?):? +(\d+)(?:/(\d+))?|\]\((\d+)/(\d+)\))[,:] +([^'\"`]+)"
+)
+
+
+def listed(line: str) -> list[Record]:
+    """Return the record of a line such as `Step: 3/40, Loss: 0.1, Reward: 0.5, KL: 0.01` or `[1/1](3/40), ...`."""
+    if line.count(", ") < 3:
+        return []
+    match = _WITH_COMMAS.search(line)
+    if match is None:
+        return []
+    name, step, last, batch, batches, text = match.groups()
+    values = _cell_values(text.split(", "))
+    if len(values) < 3:
+        return []
+    return [_record("cells", name or "Batch", step or batch, last or batches or "", values)]
 
 
 def cells(line: str) -> list[Record]:

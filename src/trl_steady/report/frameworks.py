@@ -116,6 +116,8 @@ FRAMEWORKS: Mapping[str, Framework] = {name: _framework(name, table) for name, t
 TRL = FRAMEWORKS["trl"]
 STEPS = frozenset(step for framework in FRAMEWORKS.values() for step in framework.steps)
 """Metrics that are the optimizer step in the log of some framework."""
+STEPS_OF_OWN_LOOPS = ("iteration", "iter", "update")
+"""The same in logs of loops that somebody has written."""
 _BY_TITLE: Mapping[str, Framework] = {framework.title: framework for framework in FRAMEWORKS.values()}
 
 AREAS: Mapping[str, Sequence[str]] = {
@@ -184,13 +186,20 @@ _OF_OWN_LOOPS: Mapping[str, str] = {
     "avg_reward": "reward",
     "average_reward": "reward",
     "reward_mean": "reward",
+    "total_rewards_mean": "reward",
     "loss": "loss",
+    "train_loss": "loss",
+    "actor_loss": "loss",
     "kl": "kl",
+    "kl_ref": "kl",
     "kl_divergence": "kl",
     "entropy": "entropy",
     "grad_norm": "grad_norm",
     "clip_frac": "clip_ratio/region_mean",
     "clipfrac": "clip_ratio/region_mean",
+    "completion_length": "completions/mean_length",
+    "avg_response_len": "completions/mean_length",
+    "avg_len": "completions/mean_length",
     "lr": "learning_rate",
     "learning_rate": "learning_rate",
 }

@@ -13,6 +13,7 @@ from trl_steady.report.frameworks import (
     FINE,
     OF_ANSWERS,
     OUTCOMES,
+    STEPS_OF_OWN_LOOPS,
     TRL,
     Alias,
     Framework,
@@ -22,6 +23,7 @@ from trl_steady.report.frameworks import (
     with_slashes,
 )
 
+_STEP_AND_LAST = "global_step/max_steps"  # of ms-swift, also in its PPO
 _MOST_STEPS = 2**53  # a damaged file can have any number
 _OF_TRANSFORMERS = ("trl", "ms-swift")
 _SUMMARY = ("train_runtime", "train/train_runtime")  # what transformers logs at the end of a training
@@ -81,7 +83,7 @@ def read_records(records: Iterable[Record]) -> Log:
     flags = metrics.flags(rows)
     merged = _merged(rows)
     is_k1 = [row for row in merged if row.get("kl", 0.0) < -1e-6]
-    if is_k1 and framework is not TRL:
+    if is_k1 and (framework is not TRL or names.keys().isdisjoint(("kl", "train/kl"))):
         remarks.append("kl is negative, so it is k1, and is not read")
         for row in merged:
             row.pop("kl", None)
@@ -207,7 +209,8 @@ class _Names:
     def __init__(self, framework: Framework, names: Counter[str], records: Sequence[Record]) -> None:
         self._framework = framework
         self._names = names
-        self._steps = [name for name in (*framework.steps, *TRL.steps) if name in names]
+        steps = (_STEP_AND_LAST, *framework.steps, *TRL.steps, *STEPS_OF_OWN_LOOPS)
+        self._steps = [name for name in steps if name in names]
         self._others: defaultdict[str, list[Alias]] = defaultdict(list)  # raw name -> others of the same meaning
         self._read = self._best()
         self._kinds = self._kinds_with(self._others, records)
@@ -310,7 +313,7 @@ class _Names:
             if step is None and abs(record.values.get(name, math.inf)) < _MOST_STEPS:
                 step = record.values[name]
                 name_of_step = name
-        last = record.last or record.values.get("global_step/max_steps of", 0) or record.values.get("max_steps", 0)
+        last = record.last or record.values.get(f"{_STEP_AND_LAST} of", 0) or record.values.get("max_steps", 0)
         if not 0 < last < _MOST_STEPS:
             last = 0
         return _Row(record.form, record.label, name_of_step, step, int(last), place, values, is_eval)
@@ -484,20 +487,30 @@ def _merged(rows: Sequence[_Row]) -> list[dict[str, float]]:
     """Return one row for each step.
 
     Several processes log at the same steps, one ahead of the other, and a run that was resumed logs steps again. Each
-    metric is therefore followed alone: a step that comes again replaces its own and all later ones.
+    metric is therefore followed alone: a step that comes again replaces its own and all later ones. If the steps of
+    a kind of lines go back so, that replaces all metrics that such lines have had.
     """
     places = [int(row.step or 0) for row in rows]
     if all(earlier < later for earlier, later in pairwise(places)):
         return [{**row.values, "step": place} for place, row in zip(places, rows, strict=True)]
     steps: defaultdict[str, list[int]] = defaultdict(list)
     values: defaultdict[str, list[float]] = defaultdict(list)
+    names_of_kind: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    step_of_kind: dict[tuple[str, str], int] = {}
     for step, row in zip(places, rows, strict=True):
-        for key, value in row.values.items():
-            known = steps[key]
-            while known and known[-1] >= step:
-                known.pop()
+        kind = row.form, row.label
+        replaced = set(row.values)
+        comes_again = any(steps[key] and steps[key][-1] >= step for key in OUTCOMES & row.values.keys())
+        if comes_again and step < step_of_kind.get(kind, step):
+            replaced |= names_of_kind[kind]
+        for key in replaced:
+            while steps[key] and steps[key][-1] >= step:
+                steps[key].pop()
                 values[key].pop()
-            known.append(step)
+        step_of_kind[kind] = step
+        names_of_kind[kind].update(row.values)
+        for key, value in row.values.items():
+            steps[key].append(step)
             values[key].append(value)
     merged: dict[int, dict[str, float]] = {}
     for key, known in steps.items():

@@ -159,7 +159,8 @@ def _read_file(file: Path) -> Reading:
     planned = found.run.get("settings", {}).get("max_steps", 0)
     is_new = time.time() - file.stat().st_mtime < _LIVE
     if file.name != _STATE and is_new and found.rows and planned > _step(found.rows[-1]):
-        return found._replace(is_over=False)
+        remark = "the file is new, so the run may go on"
+        return found._replace(is_over=False, remarks=[*found.remarks, remark])
     return found
 
 

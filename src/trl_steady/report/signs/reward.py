@@ -241,14 +241,15 @@ def _lasting_fall(history: History, values: np.ndarray, spread: float) -> Fall |
     least = spread / 2 or 3 * noise(values)
     if fall.z < sure or fall.low > halfway or lost < least or not is_low_now:
         return None
-    return fall if _was_good(values, fall) else None
+    logs = len(history["reward"].values) / max(len(values), 1)  # in each value, which may be a mean of several
+    return fall if _was_good(values, fall, logs) else None
 
 
-def _was_good(values: np.ndarray, fall: Fall) -> bool:
+def _was_good(values: np.ndarray, fall: Fall, logs: float) -> bool:
     """Tell whether at least three logs before a fall had a reward to lose: more than rare successes."""
     worst = values.min(initial=0)
     good = worst + LEAST_GOOD * (values.max(initial=1) - worst)
-    return bool((values[: fall.start] >= good).sum() >= 3)
+    return bool((values[: fall.start] >= good).sum() * logs >= 3)
 
 
 def usual_spread(history: History) -> float:
