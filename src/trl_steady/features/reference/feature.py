@@ -70,6 +70,7 @@ class Reference(Feature):
         if self.args.has_reference and is_fsdp_asked():
             # TRL asks for one process on several GPUs there, which spreads the reference over all that it sees
             given = self.args.model_init_kwargs or {}
+            assert not isinstance(given, str)  # parsed by transformers.TrainingArguments
             construction.seen_by_trl["model_init_kwargs"] = {"device_map": None, **given}
         with keep_base(config):  # TRL's constructor adds another adapter of this configuration
             call_next(construction)
