@@ -61,7 +61,7 @@ def test_the_one_command_trains_a_tiny_model(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     recipe.chatty(models["dense"], tmp_path / "model")
     (line,) = (line for line in (FOLDER / "README.md").read_text().splitlines() if "--model_name_or_path" in line)
-    command = shlex.split(line.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")))[1:]
+    command = shlex.split(line.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tmp_path / "model")))[1:]
     assert command[:3] == ["grpo", "--config", str((FOLDER / "smollm2-135m.yaml").relative_to(ROOT))]
     launched = Launched(monkeypatch)
     assert cli.main([*command, "--output_dir", str(tmp_path / "out"), "--use_cpu", "true"]) == 0
