@@ -43,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Driver(NamedTuple):
-    """What the CUDA driver says."""
+    """The answers of the CUDA driver."""
 
     devices: int = 0
     version: int = 0
     """The CUDA that it can run, such as 13000."""
     capability: tuple[int, int] = (0, 0)
-    """Of the first device."""
+    """The compute capability of the first device."""
 
 
 def driver() -> Driver:

@@ -82,7 +82,7 @@ class Run:
         if not self.rehearse and not device["cuda"]:
             torch = self.machine["versions"]["torch"]
             if device["built_for"]:
-                return f"torch {torch} finds no device. {_last_line(log)}"
+                return f"torch {torch} finds no device, and outputs/gpu/machine.log may say why."
             return f"torch {torch} is a CPU build. `make clean` removes it, and `make gpu` then installs another one."
         now = datetime.datetime.now(datetime.UTC)
         if self.rehearse:

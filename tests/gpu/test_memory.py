@@ -37,9 +37,10 @@ def test_a_step_takes_no_more_memory_than_trls(
         # the allocator rounds blocks up, and a packed row also has tables of its sequences; nothing is saved where the
         # batch is not padded
         assert peak <= theirs[name] * 1.05
-        # 35 % of the tokens, and logits, are real; with checkpointing, gradients and bf16 copies are most of the peak
-        if name == "lognormal" and variant != TRL and not checkpointing:
-            assert peak < 0.8 * theirs[name]
+        if name == "lognormal" and variant != TRL:  # 35 % of the tokens, and logits, are real
+            # gradients and bf16 copies are most of the peak of a large model with checkpointing: 0.94 by the formula
+            most = 1.0 if place.is_cuda and checkpointing else 0.8
+            assert peak < most * theirs[name]
 
 
 @everywhere

@@ -208,7 +208,7 @@ def test_a_number_that_no_float_can_hold_is_infinite_in_json_lines(tmp_path: Pat
     ],
 )
 def test_lists_of_names_and_values_are_read(line: str, last: int) -> None:
-    """Of a loop that somebody has written, of minimind, of mlx-lm, and of a bar that has its metrics."""
+    """A loop that somebody has written, minimind, mlx-lm, and a bar with its metrics print them so."""
     log = read_records(records(line.format(step=step) for step in range(1, 10)))
     found = [(row["step"], row["reward"], row["kl"], row["loss"]) for row in log.rows]
     assert found == [(step, step / 10, 0.01, 0.1) for step in range(1, 10)]

@@ -111,7 +111,7 @@ def test_a_chart_of_several_runs_says_which_is_read(tmp_path: Path, capsys: pyte
     header = '"Step","happy-1 - train/reward","happy-1 - train/reward__MIN","sad-2 - train/reward"\n'
     file.write_text(header + "".join(f"{step},{step / 60},0,{1 - step / 60}\n" for step in range(1, 60)))
     assert cli.main(["report", str(file), "--json"]) == 0
-    assert "of its 2 runs, the first is read: happy-1" in capsys.readouterr().out
+    assert "the first of its 2 runs is read: happy-1" in capsys.readouterr().out
     assert History.read(file)["reward"].values[-1] > 0.9
 
 

@@ -180,6 +180,11 @@ class SharedOptions(EvaluationOptions):
         yield from self._evaluation_contradictions()
         yield from self._sampling_contradictions()
 
+    @property
+    def rounds_adapters(self) -> bool:
+        """True if TRL casts the whole model to bf16 in each rollout, also adapters that stay in float32."""
+        return self.use_transformers_continuous_batching and self.bf16
+
     def _sampling_contradictions(self) -> Iterator[str]:
         if self.use_transformers_continuous_batching:
             # TRL casts the whole model for it, and it shows no distribution that it samples from

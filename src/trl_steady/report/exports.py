@@ -8,7 +8,7 @@ from html import unescape
 from typing import Any
 
 from trl_steady.report.forms import Record, number, records
-from trl_steady.report.frameworks import STEPS, STEPS_OF_OWN_LOOPS
+from trl_steady.report.frameworks import STEPS
 
 _WRAPPERS = ("data", "metrics", "logs", "scalars")  # objects that hold all metrics of a row
 _LISTS = ("log_history", "history", "rows", "data")
@@ -121,7 +121,7 @@ def csv_columns(line: str) -> list[str]:
     except csv.Error:
         return []
     names = [_column(name) for name in columns]
-    if len(columns) < 2 or STEPS.union(STEPS_OF_OWN_LOOPS).isdisjoint(names):
+    if len(columns) < 2 or STEPS.isdisjoint(names):
         return []
     return columns
 

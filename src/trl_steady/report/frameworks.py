@@ -114,10 +114,10 @@ def _framework(name: str, table: Mapping[str, Any]) -> Framework:
 _TABLES = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text(encoding="utf-8"))
 FRAMEWORKS: Mapping[str, Framework] = {name: _framework(name, table) for name, table in _TABLES.items()}
 TRL = FRAMEWORKS["trl"]
-STEPS = frozenset(step for framework in FRAMEWORKS.values() for step in framework.steps)
-"""Metrics that are the optimizer step in the log of some framework."""
 STEPS_OF_OWN_LOOPS = ("iteration", "iter", "update")
-"""The same in logs of loops that somebody has written."""
+"""Metrics that are the optimizer step in logs of loops that somebody has written."""
+STEPS = frozenset(STEPS_OF_OWN_LOOPS).union(*(framework.steps for framework in FRAMEWORKS.values()))
+"""Metrics that are the optimizer step in some log."""
 _BY_TITLE: Mapping[str, Framework] = {framework.title: framework for framework in FRAMEWORKS.values()}
 
 AREAS: Mapping[str, Sequence[str]] = {
@@ -163,7 +163,8 @@ def recognised(raws: Iterable[str], forms: Iterable[str] = ()) -> Framework:
 
 def _has_names_of_another(raws: Iterable[str], framework: Framework) -> bool:
     """Tell whether a log has common names of metrics that this framework does not use, such as "KL"."""
-    return any(framework.alias(name) is None and name not in framework.never for name in names_of_own_loops(raws))
+    unread = [name for name in names_of_own_loops(raws) if framework.alias(name) is None]
+    return not framework.never.keys() >= set(unread)
 
 
 def todays_names(keys: Iterable[str]) -> dict[str, str]:

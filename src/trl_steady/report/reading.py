@@ -216,7 +216,7 @@ def _read_csv(text: IO[str], name: str, runs: Sequence[str]) -> Reading:
         raise ValueError(f"{name} is no log of a run: its CSV is damaged ({error}).") from None
     if len(runs) < 2:
         return found
-    return found._replace(remarks=[f"of its {len(runs)} runs, the first is read: {runs[0]}", *found.remarks])
+    return found._replace(remarks=[f"the first of its {len(runs)} runs is read: {runs[0]}", *found.remarks])
 
 
 def _read_json(text: IO[str], name: str, file: Path | None) -> Reading:

@@ -60,11 +60,11 @@ def sample_as(trainer: Trainer, options: Mapping[str, Any]) -> Generator[None]:
     targets: list[tuple[object, dict[str, Any]]] = [(trainer, changed), (trainer.args, changed)]
     if trainer.use_vllm:
         engine = trainer.vllm_generation
-        own = _with_limit_named(changed, "max_tokens")
-        others = {name: value for name, value in engine.generation_kwargs.items() if name not in own}
         sampled = dict(changed)
         if changed.get("temperature") == 0 and trainer.args.keep_sampling_mask:
             sampled |= _LIKELIEST
+        own = _with_limit_named(sampled, "max_tokens")
+        others = {name: value for name, value in engine.generation_kwargs.items() if name not in own}
         targets.append((engine, {**sampled, "generation_kwargs": others}))
     else:
         own = _with_limit_named(changed, "max_new_tokens")

@@ -4,7 +4,6 @@ This file knows PEFT, accelerate and FSDP2.
 """
 
 import functools
-import os
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -12,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, parse_flag_from_env
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft import PeftConfig, PeftModel
 from torch import Tensor
@@ -232,7 +231,7 @@ def keep_parameters(model: torch.nn.Module) -> Generator[None]:
 
 def is_fsdp_asked() -> bool:
     """Return True if the launcher or the config asks for FSDP, also before accelerate has made its state."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on")
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -229,7 +229,8 @@ def test_an_engine_that_returns_sets_also_serves_evaluations(
 ) -> None:
     """vLLM with `return_sampling_mask` refuses a temperature of 0, also of evaluations, and needs top_k."""
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_generation": sampling, "max_steps": 2}
-    trainer = in_process(**SETS, **evaluated, build={"eval_dataset": tiny.dataset(4)})
+    wider = {"generation_kwargs": {"top_k": 30}}  # would take the place of an engine's own option
+    trainer = in_process(**SETS, **evaluated, **wider, build={"eval_dataset": tiny.dataset(4)})
     asked: list[tuple[float, int, float]] = []
     generate = trainer.vllm_generation.llm.generate
 
@@ -241,7 +242,7 @@ def test_an_engine_that_returns_sets_also_serves_evaluations(
     monkeypatch.setattr(trainer.vllm_generation.llm, "generate", note)
     trainer.train()
     of_training, of_evaluation = asked[0], asked[-1]
-    assert len({*asked}) == 2 and of_training[1] == SETS["top_k"]
+    assert len({*asked}) == 2 and of_training[1] == 30
     if sampling.get("temperature") != 0.5:
         assert of_evaluation == (1.0, 1, 1.0)  # the likeliest token
     assert any("eval_reward" in row for row in trainer.state.log_history)

@@ -89,7 +89,7 @@ class Critic(ScalarHeadFeature):
             # it would recompute the critic's layers with the policy's adapter
             if getattr(plugin, "activation_checkpointing", False):
                 raise _untrainable("activation_checkpointing in fsdp_config", "gradient_checkpointing=True")
-        if is_adapter and args.use_transformers_continuous_batching and args.bf16:
+        if is_adapter and args.rounds_adapters:
             setting = "use_transformers_continuous_batching=True and bf16=True, with which TRL rounds all adapters"
             raise _untrainable(setting, "bf16=False, or another generation")
         # layers of the critic or of ptx_dataset would be recomputed with the policy's routes

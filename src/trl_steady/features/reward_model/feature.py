@@ -90,8 +90,7 @@ class RewardModel(ScalarHeadFeature):
                 "(accelerate launch --multi_gpu), or a reward model of its own in reward_funcs."
             )
         policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        args = self.trainer.args
-        if isinstance(policy, PeftModel) and args.use_transformers_continuous_batching and args.bf16:
+        if isinstance(policy, PeftModel) and self.trainer.args.rounds_adapters:
             raise ValueError(
                 "RewardAdapter does not work with use_transformers_continuous_batching=True and bf16=True, with which "
                 "TRL rounds all adapters to bf16. Use bf16=False, another generation, or a reward model of its own."
