@@ -126,7 +126,7 @@ def test_groups_of_the_same_variance_stay_together() -> None:
     ("group", "is_equal"), [((-torch.inf, 1.0), False), ((1.0, torch.inf), False), ((1.0,) * 2, True)]
 )
 def test_an_infinite_reward_equals_no_number(group: tuple[float, ...], is_equal: bool) -> None:
-    """Advantages of such a group are NaN, as in TRL, and not 0."""
+    """Advantages of such a group are not finite, as in TRL, and not 0."""
     assert advantages.all_equal(torch.tensor([group]), 1).tolist() == [is_equal]
 
 
