@@ -183,7 +183,7 @@ class SharedOptions(EvaluationOptions):
     @property
     def rounds_adapters(self) -> bool:
         """True if TRL casts the whole model to bf16 in each rollout, also adapters that stay in float32."""
-        return self.use_transformers_continuous_batching and self.bf16
+        return self.use_transformers_continuous_batching and bool(self.bf16)
 
     def _sampling_contradictions(self) -> Iterator[str]:
         if self.use_transformers_continuous_batching:
