@@ -3,14 +3,10 @@
 import signal
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 import transformers
-from accelerate import PartialState
 
-from tests.distributed import processes
 from tests.tools import resumable, tiny
 from tests.tools.cases import cases
 
@@ -172,35 +168,3 @@ def test_a_signal_in_the_last_step_changes_nothing(
     assert trainer.state.global_step == 3 and "stopped at" not in capfd.readouterr().err
     trainer.train()  # a second training ends by itself too
     assert trainer.state.global_step == 3
-
-
-@pytest.mark.slow
-@processes.on_two
-def test_a_signal_to_one_of_two_processes_ends_both(models: dict[str, Path], tmp_path: Path) -> None:
-    PartialState(cpu=True)
-    rank = torch.distributed.get_rank()
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    whole = resumable.state(tiny.train(build(models, tmp_path / "whole", **options)))
-    for run, asked in (("first", (0,)), ("second", (1,)), ("both", (0, 1))):
-        stopped = build(models, tmp_path / run, **JIT, **options)
-        if rank in asked:
-            resumable.interrupt(stopped, "loss", 5)
-        stopped.train()
-        assert [path.name for path in (tmp_path / run).glob("*-*")] == ["checkpoint-6"]
-        resumed = build(models, tmp_path / run, **JIT, **options)
-        resumed.train(resume_from_checkpoint=True)
-        assert resumable.differences(whole, resumable.state(resumed)) == []
-
-
-@pytest.mark.slow
-@processes.on_two
-def test_processes_exchange_nothing_without_the_option(models: dict[str, Path], tmp_path: Path) -> None:
-    PartialState(cpu=True)
-    exchanged: dict[bool, int] = {}
-    for is_on in (False, True):
-        trainer = build(models, tmp_path, per_device_train_batch_size=2, max_steps=4, enable_jit_checkpoint=is_on)
-        with mock.patch.object(trainer.accelerator, "reduce", wraps=trainer.accelerator.reduce) as reduce:
-            trainer.train()
-        exchanged[is_on] = reduce.call_count
-    # after each step, at the end of the epoch, and after the save
-    assert exchanged[True] - exchanged[False] == 6
