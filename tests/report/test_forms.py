@@ -13,8 +13,9 @@ import pytest
 from benchmarks import diagnosis
 
 from trl_steady.report import History, diagnose
-from trl_steady.report.forms import Rounded, number, records
+from trl_steady.report.forms import records
 from trl_steady.report.log import read_records
+from trl_steady.report.record import Rounded, number
 
 Row = Mapping[str, Any]
 TRAINED = {"loss": 0.02, "grad_norm": 0.4, "learning_rate": 1e-06, "reward": 0.5, "reward_std": 0.1, "kl": 0.03}

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import unescape
 from typing import Any
 
-from trl_steady.report.forms import Record, number, records
+from trl_steady.report.forms import records
 from trl_steady.report.frameworks import STEPS
+from trl_steady.report.record import Record, number
 
 _WRAPPERS = ("data", "metrics", "logs", "scalars")  # objects that hold all metrics of a row
 _LISTS = ("log_history", "history", "rows", "data")

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from trl_steady.report.exports import csv_columns, csv_records, csv_runs, json_records, row_records
-from trl_steady.report.forms import Record, records
+from trl_steady.report.forms import records
 from trl_steady.report.frameworks import STEPS, TRL, Framework
 from trl_steady.report.log import Log, read_records
+from trl_steady.report.record import Record
 
 RUN_FILE = "steady.json"
 """File of a checkpoint with the settings of the run and its warnings."""
