@@ -22,8 +22,8 @@ def read() -> Table:
 
 
 def problems(table: Table) -> str:
-    """Return the README's table: what goes wrong, which methods help, and what TRL has."""
-    lines = ["| what goes wrong | what helps | in TRL 1.16 |", "|---|---|---|"]
+    """Return the README's table: what goes wrong, which methods to try, and what TRL has."""
+    lines = ["| what goes wrong | what to try | in TRL 1.16 |", "|---|---|---|"]
     for problem in table["problem"]:
         links = [_link(group) for group in table["group"] if group.get("problem") == problem["id"]]
         lines.append(f"| {problem['text']} | {', '.join(links)} | {problem.get('in_trl', 'no')} |")
