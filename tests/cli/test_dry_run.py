@@ -2,9 +2,11 @@
 
 import hashlib
 import re
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import peft
 import pytest
 import torch
 import transformers
@@ -17,7 +19,7 @@ from tests.cli.tools import IMPORTS, Launched, Scripts
 from tests.tools import tiny
 from tests.tools.script import figure
 from trl_steady.cli import main as cli
-from trl_steady.cli.dry_run import _sizes, dry_run, host_memory, memory
+from trl_steady.cli.dry_run import _owner, _sizes, dry_run, host_memory, memory
 from trl_steady.functional import memory as formulas
 
 scripts = own_scripts.scripts
@@ -149,6 +151,9 @@ def test_a_mistake_is_refused_with_the_same_status(capsys: pytest.CaptureFixture
         assert cli.main(["grpo", "--los_type", "gspo", *more]) == 2
         assert capsys.readouterr().err == "trl-steady: --los_type: did you mean loss_type?\n"
     assert cli.main(["grpo", "--dry-run=twice"]) == 2
+    capsys.readouterr()
+    assert cli.main(["run", "--ppo=1", "train.py"]) == 2
+    assert "--ppo takes no value" in capsys.readouterr().err
 
 
 def test_it_reaches_every_process_of_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,6 +184,18 @@ def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
     critic = memory(tiny.trainer(policy, tmp_path, lora=True, method="PPO", num_generations=1, max_steps=2))
     assert critic["adapter"] + critic["critic"] == critic["gradients"]
     assert critic["critic"] == critic["adapter"] + 32 * 4  # and its head
+
+
+def test_a_module_with_the_name_of_an_adapter_has_weights_of_the_model() -> None:
+    layers = {"value": torch.nn.Linear(2, 2), "norm": torch.nn.LayerNorm(2)}
+    model = torch.nn.Sequential(OrderedDict(layers))
+    both = peft.get_peft_model(cast(Any, model), peft.LoraConfig(target_modules=["value"], modules_to_save=["norm"]))
+    both.add_adapter("value", peft.LoraConfig(target_modules=["value"]))
+    owners = {name: _owner(both, name, both.peft_config) for name, _ in both.named_parameters()}
+    assert owners["base_model.model.value.base_layer.weight"] is None
+    assert owners["base_model.model.value.lora_A.default.weight"] == "adapter"
+    assert owners["base_model.model.value.lora_A.value.weight"] == "critic"
+    assert owners["base_model.model.norm.modules_to_save.default.weight"] == "adapter"
 
 
 def peak(moments: dict[str, float]) -> int:

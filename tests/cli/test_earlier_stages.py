@@ -39,7 +39,7 @@ STAGES = {
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
         trainer.save_state()
-        trainer.save_model()
+        trainer.save_model(_internal_call=True)
         trainer.push_to_hub()
         grpo(FOLDER + "/sft")
     """,
@@ -95,7 +95,7 @@ STAGES = {
         args = RewardConfig(output_dir=FOLDER + "/reward", **common)
         trainer = RewardTrainer(MODEL, args=args, train_dataset=pairs)
         trainer.train()
-        trainer.save_model()
+        trainer.save_model(None)
         from trl_steady import PPOConfig, PPOTrainer
         grpo(MODEL, kind=PPOTrainer, config=PPOConfig, value_model=FOLDER + "/reward")
     """,

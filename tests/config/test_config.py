@@ -429,6 +429,14 @@ def warned(tmp_path: Path, **options: Any) -> list[str]:
     return [str(w.message) for w in caught if w.category is UserWarning]
 
 
+def test_a_limit_of_the_kl_needs_a_kl_that_is_measured(tmp_path: Path) -> None:
+    moves: dict[str, Any] = {"teacher": "reference", "sync_ref_model": True, "ref_model_sync_kl": 0.1}
+    with pytest.raises(ValueError, match=r"ref_model_sync_kl=0\.1 does not work with beta=0\.0"):
+        tiny.arguments(trl_steady.PPOConfig, tmp_path, kl_coef=0.0, **moves)
+    for measured in ({"kl_coef": 0.1}, {"kl_coef": 0.0, "beta": 0.1}):
+        tiny.arguments(trl_steady.PPOConfig, tmp_path, **measured, **moves)
+
+
 def test_generation_ahead_is_refused_where_nothing_corrects_for_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="async_generate=True does not work with RLOO, whose trainer drops"):
         tiny.arguments(trl_steady.RLOOConfig, tmp_path, use_vllm=True, vllm_mode="server", async_generate=True)

@@ -25,6 +25,10 @@ class Number(enum.IntEnum):
     SEVEN = 7
 
 
+class Impedance(complex):
+    pass
+
+
 class Vector(torch.Tensor):
     pass
 
@@ -62,6 +66,9 @@ def loaded(value: Any, folder: Path) -> Any:
         (decimal.Decimal("1.5"), 1.5),
         (fractions.Fraction(1, 4), 0.25),
         (frozenset({1}), {1}),
+        (Impedance(1, 2), 1 + 2j),
+        ({frozenset({1})}, {(1,)}),
+        ({frozenset({1}): "a", (frozenset({2}), 3): "b"}, {(1,): "a", ((2,), 3): "b"}),
         (np.array([None, Path("a")], dtype=object), [None, Path("a")]),
         (torch.ones(2).as_subclass(Vector), torch.ones(2)),
         (torch.ones(2, requires_grad=True) * 2, torch.full((2,), 2.0)),

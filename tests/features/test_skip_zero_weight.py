@@ -147,6 +147,14 @@ def test_with_other_options(tmp_path: Path, options: dict[str, Any]) -> None:
     assert max(skipped(of_some)) > 0 and skipped(of_all) == []
 
 
+@pytest.mark.usefixtures("with_float64_everywhere")
+def test_rloo_takes_it_beside_the_kl_in_its_reward(tmp_path: Path) -> None:
+    options = {"method": "RLOO", "beta": 0.1, "lora": True}
+    of_all, of_some = (run("dense", tmp_path, skip_zero_weight=skip, **options) for skip in (False, True))
+    assert_same(of_some, of_all)
+    assert len(skipped(of_some)) == 3
+
+
 MASKS: list[dict[str, Any]] = [
     {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_min": 1e-3},
     {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.3, "loss_type": "dapo"},

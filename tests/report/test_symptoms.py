@@ -11,6 +11,7 @@ import pytest
 
 from tests.report.runs import UPDATES, healthy, history, recorded
 from trl_steady.report import History, diagnose
+from trl_steady.report.signs.common import exceeds
 from trl_steady.report.statistics import blocks
 from trl_steady.report.symptoms import SYMPTOMS, look, verdict
 
@@ -486,6 +487,21 @@ def test_a_range_of_tokens_is_named_with_the_share_that_it_clips(share: float, p
     found = look(history(rows, settings={"epsilon": 0.2}))[0]["nothing-clips"]
     assert "epsilon 0.2 is a range of token ratios; GSPO's are 3e-4" in found.evidence and part in found.evidence
     assert "nothing can be clipped" not in str(found)
+
+
+@pytest.mark.parametrize(("steps", "is_found"), [(2, True), (3, False), (4, True)])
+def test_updates_are_on_policy_where_a_step_has_whole_rollouts(steps: int, is_found: bool) -> None:
+    rows = healthy(0)
+    everywhere(clip_ratio__region_mean=0.0)(rows)
+    settings = {"loss_type": "gmpo", "steps_per_generation": steps, "gradient_accumulation_steps": 4}
+    found = look(history(rows, settings={**settings, "num_iterations": 1}))[0]
+    assert ("nothing can be clipped" in str(found.get("nothing-clips"))) == is_found
+
+
+@pytest.mark.parametrize(("share", "is_found"), [(0.3, True), (0.8, False)])
+def test_a_share_of_a_rollout_can_be_below_a_limit(share: float, is_found: bool) -> None:
+    rows = [{"step": float(step), "reward": 0.5, "kept": share} for step in range(1, 25)]
+    assert bool(exceeds(history(rows), "kept", 0.5, below=True, of_rollouts=True)) == is_found
 
 
 def test_each_symptom_has_its_section_in_the_docs() -> None:

@@ -357,6 +357,13 @@ def test_columns_of_evaluations_are_named_when_the_trainer_is_built(
         tiny.trainer(models["dense"], tmp_path, build=build, method=method, **{**EVALUATES, **options})
 
 
+def test_a_column_with_a_name_of_trls_is_named_once(models: dict[str, Path], tmp_path: Path) -> None:
+    build = {"train_dataset": columns("prompt", "prompts"), "reward_funcs": [tiny.reward, tiny.reward]}
+    with pytest.raises(ValueError, match="as TRL names all prompts") as raised:
+        tiny.trainer(models["dense"], tmp_path, build=build)
+    assert str(raised.value).count("as TRL names all prompts") == 1
+
+
 def test_a_column_of_strengths_that_evaluations_lack_is_named(models: dict[str, Path], tmp_path: Path) -> None:
     build = {"train_dataset": columns("prompt").add_column("strength", [1.0] * 16), "eval_dataset": columns("prompt")}
     with pytest.raises(

@@ -5,7 +5,7 @@ import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Container, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
@@ -197,6 +197,21 @@ def _lines(trainer: SteadyTrainer) -> Generator[str]:
         yield f"    vLLM takes {args.vllm_gpu_memory_utilization:.0%} of the device in addition"
 
 
+def _owner(model: torch.nn.Module, parameter: str, adapters: Container[str]) -> str | None:
+    """Return whose adapter has a parameter; None for weights of the model itself.
+
+    PEFT keeps adapters in dictionaries. A module of the model may have the name of an adapter too, such as `value`.
+    """
+    words = parameter.split(".")
+    for place, word in enumerate(words):
+        if word not in adapters:
+            continue
+        holder = model.get_submodule(".".join(words[:place]))
+        if isinstance(holder, torch.nn.ModuleDict | torch.nn.ParameterDict):
+            return _ADAPTERS.get(word, word)
+    return None
+
+
 def memory(trainer: SteadyTrainer) -> dict[str, float]:
     """Return the bytes on a device by their purpose: as `docs/memory.md`, but for the weights that have been loaded.
 
@@ -219,11 +234,7 @@ def memory(trainer: SteadyTrainer) -> dict[str, float]:
             size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()  # ZeRO-3: of the whole
             if scales is not None:
                 size += scales.numel() * scales.element_size()
-            owner = part
-            for word in name.split("."):
-                if word in adapters:
-                    owner = _ADAPTERS.get(word, word)
-                    break
+            owner = _owner(model, name, adapters) or part
             parts[owner] += size
             if owner == "adapter" and parameter.element_size() > 2:
                 has_wide_adapter = True

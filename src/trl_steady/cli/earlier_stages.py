@@ -140,8 +140,8 @@ class EarlierStages:
             self._note_trainer(trainer, *folders)
             return TrainOutput(0, 0.0, Metrics(train_loss=float("nan")))
         if name == "save_model":
-            given = [*arguments, *keywords.values(), trainer.args.output_dir]
-            self._note_trainer(trainer, given[0])
+            given = arguments[0] if arguments else keywords.get("output_dir")
+            self._note_trainer(trainer, given or trainer.args.output_dir)
         if name == "evaluate":
             return Metrics(eval_loss=float("nan"))
         if name == "predict":

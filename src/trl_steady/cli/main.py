@@ -184,6 +184,8 @@ def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], bool, list[s
         first = rest.pop(0)
         if first == "--ppo":
             ppo = True
+        elif first.startswith("--ppo"):
+            _refuse("--ppo takes no value.")
         elif first != "--set":
             settings.append(first.removeprefix("--set="))
         elif rest:

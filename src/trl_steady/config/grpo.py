@@ -242,7 +242,7 @@ class GRPOConfig(SharedOptions, _TRLConfig):
                 f"teacher={self.teacher!r} scores at temperature 1 and over the whole vocabulary. Set temperature=1.0 "
                 "and keep_sampling_mask=False, or load the teacher here."
             )
-        if self.ref_model_sync_kl and not self.beta and self.teacher and self.METHOD == "GRPO":
+        if self.ref_model_sync_kl and self.teacher and not self.measures_kl:
             yield (
                 f"ref_model_sync_kl={self.ref_model_sync_kl} does not work with beta=0.0: no KL is measured. Set beta "
                 "above 0, or leave it unset."
@@ -257,6 +257,11 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     def has_reference(self) -> bool:
         """True if the policy is compared with a reference."""
         return super().has_reference or self.teacher == "reference"
+
+    @property
+    def measures_kl(self) -> bool:
+        """True if the KL to the reference is measured."""
+        return self.beta != 0
 
     @property
     def why_old_pass(self) -> str | None:

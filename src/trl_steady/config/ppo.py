@@ -153,3 +153,8 @@ class PPOConfig(GRPOConfig):
     def has_reference(self) -> bool:
         """True if the policy is compared with a reference."""
         return super().has_reference or self.kl_coef != 0
+
+    @property
+    def measures_kl(self) -> bool:
+        """True if the KL to the reference is measured."""
+        return super().measures_kl or self.kl_coef != 0

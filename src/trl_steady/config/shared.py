@@ -380,7 +380,9 @@ class SharedOptions(EvaluationOptions):
     @property
     def over_all_sequences(self) -> list[str]:
         """Settings for which sequences of weight 0 count too, such as "beta=0.1"."""
-        return [f"{name}={getattr(self, name)!r}" for name in self._set_among(_OVER_ALL_SEQUENCES)]
+        in_reward = _KL_IN_REWARD.get(self.METHOD)  # no term of the loss
+        names = [name for name in self._set_among(_OVER_ALL_SEQUENCES) if name != in_reward]
+        return [f"{name}={getattr(self, name)!r}" for name in names]
 
     @property
     def _over_micro_batches(self) -> list[str]:

@@ -46,14 +46,25 @@ def _loadable(value: object) -> object:
         return _loadable(value.tolist()) if value.dtype.hasobject else np.asarray(value)
     for kind in _NUMBERS_AND_TEXT:
         if isinstance(value, kind):  # an enum, for example
-            return kind.__getnewargs__(value)[0]
+            return kind(*kind.__getnewargs__(value))
     if isinstance(value, Number):  # as Decimal and Fraction, of which TRL's metrics take a mean
         return float(cast(Any, value))
     if isinstance(value, Mapping):
-        return {_loadable(key): _loadable(item) for key, item in value.items()}
-    for kind, container in ((tuple, tuple), (Sequence, list), (Set, set)):
+        return {_hashable(key): _loadable(item) for key, item in value.items()}
+    if isinstance(value, Set):  # a set of sets has members that can be hashed
+        return {_hashable(item) for item in value}
+    for kind, container in ((tuple, tuple), (Sequence, list)):
         if isinstance(value, kind):
             return container(map(_loadable, value))
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     warn_user(f"a checkpoint holds a {name} of a rollout as text. Use numbers or text.")
     return str(value)
+
+
+def _hashable(value: object) -> object:
+    """Return a key of a dict, or a member of a set, in types that `read_state` takes and that can be hashed."""
+    if isinstance(value, Set):
+        return tuple(map(_hashable, value))
+    if isinstance(value, tuple):
+        return tuple(map(_hashable, value))
+    return _loadable(value)

@@ -90,12 +90,12 @@ def _wrong_columns(trainer: Trainer, set_name: str, dataset: Any) -> list[str]:
     if set_name != "train_dataset":
         for metric in trainer.args.eval_metrics or ():
             functions.append((f"evaluation metric {get_callable_name(metric)!r}", metric))
-    for title, function in functions:
-        if isinstance(function, torch.nn.Module):
-            continue
+    functions = [(title, function) for title, function in functions if not isinstance(function, torch.nn.Module)]
+    if functions:
         for column in ("completions", "prompts"):
             if column in columns:
                 messages.append(f"{set_name} has a column {column!r}, as TRL names all {column}. Rename it.")
+    for title, function in functions:
         if trainer.rollout_func is not None:  # it may return further columns
             continue
         for missing in _required(function).difference(passed):

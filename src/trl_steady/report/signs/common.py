@@ -27,7 +27,7 @@ class Found(NamedTuple):
 
 
 def beyond(history: History, limits: Sequence[Mapping[str, Any]]) -> Found | None:
-    """Find the metric that was beyond its limit first, of those that were logged. `_beyond` has the arguments."""
+    """Find the metric that was beyond its limit first, of those that were logged. `exceeds` has the arguments."""
     known: list[str] = []
     signs: list[Found] = []
     for limit in limits:
@@ -83,7 +83,8 @@ def exceeds(
     usual = float(np.median(values[where]))
     if of_rollouts:
         usual = float(np.mean(values[where]))
-        if usual <= limit or _may_be_chance(history, is_beyond, where):
+        is_within = usual >= limit if below else usual <= limit
+        if is_within or _may_be_chance(history, is_beyond, where):
             return None
     return Found(int(steps[where.start]), key, f"{_with_unit(usual, unit)}, {side} {_with_unit(limit, unit)}")
 

@@ -16,7 +16,7 @@ def nothing_clips(history: History) -> Found | None:
     widest = max(settings["epsilon"] or 0, settings.get("epsilon_high") or 0)
     clipped = history.finite_values("clip_ratio/region_mean")
     share = float(clipped.mean()) if len(clipped) else 0.0
-    is_on_policy = passes <= settings["gradient_accumulation_steps"] and not share
+    is_on_policy = settings["gradient_accumulation_steps"] % passes == 0 and not share
     is_sequence = loss in ("gspo", "gspo_token") or settings.get("importance_sampling_level") == "sequence"
     if is_sequence and widest >= 0.1:
         text = f"epsilon {widest:g} is a range of token ratios; GSPO's are 3e-4 and 4e-4; {share:.2%} are clipped"
