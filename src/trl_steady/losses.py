@@ -111,7 +111,7 @@ def sampler_ratio_term(batch: MicroBatch, trainer: Trainer, is_kept: Tensor | No
     """
     if trainer.args.delta is not None:
         largest = trainer.args.delta
-    largest = min(largest, _FINITE)  # a mask would make NaN of an infinite ratio
+    largest = min(largest, _LARGEST_FINITE_RATIO)  # a mask would make NaN of an infinite ratio
     ratio = truncate(batch.logps - batch.behavior_logps, math.log(largest)).exp()
     values = -ratio * batch.advantages.view(len(ratio), -1)
     if is_kept is None:
@@ -139,7 +139,7 @@ def m2po_masks(batch: MicroBatch, trainer: Trainer) -> dict[str, Tensor]:
     return {"m2po": second_moment_mask(log_ratio, moves_on, budget=trainer.args.m2po_budget)}
 
 
-_FINITE = math.exp(20)
+_LARGEST_FINITE_RATIO = math.exp(20)
 _LARGEST_RATIO = 20.0  # verl's C for DPPO
 _NOTHING_IS_CLIPPED: dict[str, float] = {"epsilon_low": math.inf, "epsilon_high": math.inf}
 

@@ -19,7 +19,7 @@ from trl_steady.features.reference.adapter import add_reference_adapter
 from trl_steady.features.reference.tensors import Pair, gather, paired, refresh, restore
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
-from trl_steady.trl_bridge.models import keep_parameters
+from trl_steady.trl_bridge.models import keep_dtypes_and_trainability
 
 UNEVEN = transformers.Qwen2Config(
     **{**tiny.SIZES, "vocab_size": 259, "intermediate_size": 33, "attention_dropout": 0.3}
@@ -101,7 +101,7 @@ def test_values_and_parameters_beside_the_casts_of_mixed_precision(tmp_path: Pat
     add_fused_lm_head(base)
     shard(model, torch.bfloat16)
     with torch.no_grad():
-        with keep_parameters(model):  # which finds the root's parameters cast
+        with keep_dtypes_and_trainability(model):  # which finds the root's parameters cast
             before = model(IDS).logits
         models.reshard(model)
         base.lm_head.modules_to_save.default.weight.to_local().mul_(2)

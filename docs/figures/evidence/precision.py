@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from page_tables import show
 
-from trl_steady.features.adapters.precision import keep_gradients_on_cpu
+from trl_steady.features.adapters.precision import keep_cpu_weights_unpacked
 from trl_steady.functional import kl
 
 ROOT = Path(__file__).parents[3]
@@ -97,7 +97,7 @@ def on_nf4(folder: Path, weights: str, computed: str) -> Any:
             torch.nn.init.normal_(parameter.data, std=0.01)
         if "lora_" in name:
             parameter.data = parameter.data.to(torch.bfloat16).to(getattr(torch, weights))
-    keep_gradients_on_cpu(adapted)  # or bitsandbytes would compute evaluations with other kernels
+    keep_cpu_weights_unpacked(adapted)  # or bitsandbytes would compute evaluations with other kernels
     for module in adapted.modules():
         if isinstance(module, Linear4bit):
             module.forward = partial(_product, dequantised(module), module.compute_dtype)

@@ -31,8 +31,9 @@ def wrong_options(arguments: Sequence[str]) -> Iterator[str]:
     paths: list[tuple[str, object]] = []
     for word in arguments:
         if word.startswith("--"):
-            given[word], _, value = word[2:].partition("=")
-            paths.append((given[word], value))
+            name, _, value = word[2:].partition("=")
+            given[word] = name
+            paths.append((name, value))
     for option, path in pairwise(arguments):
         paths.append((option.removeprefix("--"), path))
         if option != "--config":

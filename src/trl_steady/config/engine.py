@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import trl
 
-from trl_steady.config.options import ENGINE_ARGUMENTS, IN_ROLLOUT, POSITIVE, Idle, Needs, first_disabled, option
+from trl_steady.config.options import ENGINE_ARGUMENTS, IN_ROLLOUT, POSITIVE, Idle, Needs, option, why_disabled
 
 if TYPE_CHECKING:
     _TRLConfig = trl.GRPOConfig
@@ -100,7 +100,7 @@ class EngineOptions(_TRLConfig):
         return self.seed
 
     def _engine_idle_because(self) -> dict[str, Idle | None]:
-        no_engine = first_disabled(self, "use_vllm")
+        no_engine = why_disabled(self, "use_vllm")
         reasons = {"vllm_engine_kwargs": no_engine, "engine_check": None}
         if no_engine is not None:
             reasons["engine_check"] = Idle("use_vllm=False and no rollout_func generates", "Set use_vllm=True")

@@ -181,19 +181,19 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         reasons = super()._idle_because()
         loss_type = f"loss_type={self.loss_type!r}"
         if self.loss.to_sampler:
-            reasons["loss_type"] = self._never_off_sampler
+            reasons["loss_type"] = self._why_on_sampler
         elif self.loss.is_ours:
-            reasons["loss_type"] = self._never_off_policy
+            reasons["loss_type"] = self._why_on_policy
         for name, own_loss in (("dppo_divergence", "dppo"), ("m2po_budget", "m2po")):
             if self.loss_type != own_loss:
                 reasons[name] = Idle(loss_type, f"Set loss_type={own_loss!r}")
-        reasons["sampler_penalty"] = self._never_off_sampler
+        reasons["sampler_penalty"] = self._why_on_sampler
         if self.off_policy_mask_threshold is None:
             reasons["off_policy_mask_level"] = Idle("off_policy_mask_threshold=None", "Set off_policy_mask_threshold")
         elif self.loss.advantages == "sequence":
             reasons["off_policy_mask_level"] = Idle(f"{loss_type} has one advantage per sequence", "")
         if self.off_policy_mask_threshold != math.inf:  # inf: metrics only
-            reasons["off_policy_mask_threshold"] = self._never_off_sampler
+            reasons["off_policy_mask_threshold"] = self._why_on_sampler
         if not self._takes_token_advantages:
             reasons["step_advantage"] = Idle(f"the ratio of {loss_type} is of sequences", "Set loss_type='gspo_token'")
         return reasons
@@ -264,11 +264,11 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         return self.beta != 0
 
     @property
-    def why_old_pass(self) -> str | None:
+    def why_needs_old_pass(self) -> str | None:
         """Setting with which a rollout needs its pass of the old policy; None without one."""
         if self.teacher:
             return f"teacher={self.teacher!r}, which is compared with these log-probs"
-        return super().why_old_pass
+        return super().why_needs_old_pass
 
     @property
     def doubts(self) -> list[str]:
@@ -298,11 +298,11 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         return self.loss.takes_token_advantages(self.importance_sampling_level or "token")
 
     @property
-    def _never_off_sampler(self) -> Idle | None:
+    def _why_on_sampler(self) -> Idle | None:
         """Reason why each update is of the policy that sampled; None without one."""
         if self.use_vllm:
             return None
-        why = self._never_off_policy
+        why = self._why_on_policy
         if why is None:
             return None
         return why._replace(because=f"{why.because}, unless a rollout_func generates")

@@ -254,11 +254,11 @@ class Idle(NamedTuple):
 
     because: str
     fix: str
-    """The start of a sentence, such as "Set beta above 0"."""
+    """The start of a sentence, such as "Set beta above 0"; "" if nothing but leaving it unset helps."""
 
 
-def first_disabled(config: object, *names: str) -> Idle | None:
-    """Return the first of these options or properties that is off; None if all are on."""
+def why_disabled(config: object, *names: str) -> Idle | None:
+    """Return why an option has no effect, if one of these is off; None if all are on."""
     for name in names:
         value = getattr(config, name)
         if not value:

@@ -16,11 +16,11 @@ from trl_steady.config.options import (
     InRollout,
     Needs,
     Range,
-    first_disabled,
     marked,
     option,
     refuse_invalid,
     refuse_unknown,
+    why_disabled,
 )
 from trl_steady.config.sampling import TRUNCATIONS, WEIGHTINGS
 from trl_steady.core.feature import warn_user
@@ -174,8 +174,8 @@ class SharedOptions(EvaluationOptions):
                     f"skip_zero_weight=True does not work with {setting}, for which sequences of weight 0 count too. "
                     "Leave one of them unset."
                 )
-        if self.skip_old_pass and self.why_old_pass:
-            yield f"skip_old_pass=True does not work with {self.why_old_pass}. Leave skip_old_pass unset."
+        if self.skip_old_pass and self.why_needs_old_pass:
+            yield f"skip_old_pass=True does not work with {self.why_needs_old_pass}. Leave skip_old_pass unset."
         yield from self._engine_contradictions()
         yield from self._evaluation_contradictions()
         yield from self._sampling_contradictions()
@@ -256,14 +256,14 @@ class SharedOptions(EvaluationOptions):
         """
         reasons: dict[str, Idle | None] = {}
         for name, needs in marked(type(self), Needs).items():
-            reasons[name] = first_disabled(self, *needs.names)
+            reasons[name] = why_disabled(self, *needs.names)
         reasons.update(self._engine_idle_because())
         if self.router_replay_reference and self.router_replay and not self.has_reference:
             reasons["router_replay_reference"] = Idle("beta=0.0, so that there is no reference", "Set beta above 0")
-        if self.skip_old_pass and not self.has_old_pass:
-            reasons["skip_old_pass"] = self._no_correction
+        if self.skip_old_pass and not self.trl_always_scores_old:
+            reasons["skip_old_pass"] = self._why_no_correction
         if self.router_replay == "R2":
-            reasons["router_replay"] = self._never_off_policy
+            reasons["router_replay"] = self._why_on_policy
         if not self.truncations:
             reasons["keep_sampling_mask"] = Idle("top_p, top_k and min_p keep every token", "Set top_p below 1")
         if self.fp16 and self.deepspeed_plugin is not None:
@@ -280,7 +280,7 @@ class SharedOptions(EvaluationOptions):
         return reasons
 
     @property
-    def _never_off_policy(self) -> Idle | None:
+    def _why_on_policy(self) -> Idle | None:
         """Reason why every update is on-policy; None without one."""
         if not self.is_on_policy:
             return None
@@ -290,9 +290,9 @@ class SharedOptions(EvaluationOptions):
         )
 
     @property
-    def _no_correction(self) -> Idle | None:
+    def _why_no_correction(self) -> Idle | None:
         """Setting with which TRL does not correct for an engine; None if it does."""
-        return first_disabled(self, "use_vllm", "vllm_importance_sampling_correction")
+        return why_disabled(self, "use_vllm", "vllm_importance_sampling_correction")
 
     # for other trainers, and for logs
 
@@ -342,12 +342,12 @@ class SharedOptions(EvaluationOptions):
         return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
 
     @property
-    def has_old_pass(self) -> bool:
+    def trl_always_scores_old(self) -> bool:
         """True if TRL scores the old policy also if updates are on-policy: RLOO always, GRPO for its correction."""
-        return self.METHOD == "RLOO" or self._no_correction is None
+        return self.METHOD == "RLOO" or self._why_no_correction is None
 
     @property
-    def why_old_pass(self) -> str | None:
+    def why_needs_old_pass(self) -> str | None:
         """Setting with which a rollout needs its pass of the old policy; None without one."""
         if not self.is_on_policy:
             return (
@@ -373,7 +373,7 @@ class SharedOptions(EvaluationOptions):
             needed = list(mark.only_with)
             if name in needs:
                 needed += needs[name].names
-            if first_disabled(self, *needed) is None:
+            if why_disabled(self, *needed) is None:
                 names.append(name)
         return names
 

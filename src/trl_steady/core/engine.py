@@ -8,7 +8,7 @@ from torch import Tensor
 NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
-class EngineOutput(NamedTuple):
+class EngineExtra(NamedTuple):
     """A kind of data that an engine can return in addition to tokens."""
 
     option: str
@@ -33,7 +33,7 @@ class GenerationResult(NamedTuple):
     output: dict[str, Any]
     """The result of TRL's client: completions and their log-probs."""
     extras: dict[str, list[Any]]
-    """Field of an `EngineOutput` -> the data of each completion."""
+    """Field of an `EngineExtra` -> the data of each completion."""
 
 
 SendRequest = Callable[[Mapping[str, Any]], GenerationResult]

@@ -22,7 +22,8 @@ from trl_steady.functional import pooling
 _MOST_WAITING = 4096  # micro-batches' means on the device, if a run logs rarely or never
 _MOST_MARKS = 4096  # of a clock that nothing reads
 _QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-_SIGNS = {"min": -1, "max": 1}  # kinds whose totals are the greatest of the values times this, and do not add up
+_EXTREMES = {"min": -1, "max": 1}  # kind -> sign: its totals are the greatest of the values times this
+_SUM, _COUNT, _LOW, _HIGH = range(4)  # of the statistics of a micro-batch
 Masked = tuple[Tensor, Tensor]
 """Values, and a mask of the same shape: True = counts."""
 _Pool = dict[tuple[str, str], Tensor]
@@ -125,7 +126,7 @@ class Metrics:
 
     def _add_totals(self, key: tuple[str, str], totals: Tensor) -> None:
         pool = self._pools[self._mode]
-        if key[0] in _SIGNS:
+        if key[0] in _EXTREMES:
             pool[key] = totals.maximum(pool.get(key, totals))
         else:
             pool[key] = totals + pool.get(key, 0)
@@ -176,7 +177,7 @@ class Metrics:
         is_main = self._source.accelerator.is_main_process
         for key, values in state.items():
             totals = torch.tensor(values, dtype=torch.float64)
-            if not is_main and key[0] not in _SIGNS:  # one process brings what adds up
+            if not is_main and key[0] not in _EXTREMES:  # one process brings what adds up
                 totals = torch.zeros_like(totals)
             (self._pools["train"][key],) = self._countable(totals)
 
@@ -221,13 +222,13 @@ class Metrics:
         highs = by_process.amax(0).split(lengths)
         logged = self._source.logged_values[mode]
         for (names, _), total, low, high in zip(steps, totals, lows, highs, strict=False):
-            count = float(total[1])
-            values = {"min": float(low[2]), "mean": float(total[0]) / max(count, 1), "max": float(high[3])}
+            mean = float(total[_SUM]) / max(float(total[_COUNT]), 1)
+            values = {"min": float(low[_LOW]), "mean": mean, "max": float(high[_HIGH])}
             for statistic, name in names.items():
                 logged[name].append(values[statistic])
         pooled: _Pool = {}
         for key, total, high in zip(pool, totals[len(steps) :], highs[len(steps) :], strict=True):
-            pooled[key] = high if key[0] in _SIGNS else total
+            pooled[key] = high if key[0] in _EXTREMES else total
         return pooled
 
 
@@ -245,9 +246,9 @@ def _summary(pool: _Pool) -> Iterator[tuple[str, float]]:
                 yield name, pooling.mean(totals)
         elif kind == "size":
             yield name, pooling.effective_sample_size(totals)
-        elif kind in _SIGNS:
+        elif kind in _EXTREMES:
             if totals > -torch.inf:
-                yield name, _SIGNS[kind] * float(totals)
+                yield name, _EXTREMES[kind] * float(totals)
             else:
                 yield name, float("nan")
         else:

@@ -43,7 +43,7 @@ class TokenRecord:
 
     def __init__(self, option: str, instead: str = "") -> None:
         self._option, self._instead = option, instead
-        self.turns: list[list[Traced]] = []
+        self.sequences: list[Traced] = []
         """The records of generation: those of all turns so far, joined, so that no token is held twice."""
         self._turn_count = 0
         self.values: Any = None
@@ -54,29 +54,29 @@ class TokenRecord:
         sequences: list[Traced] = []
         for prompt, completion, of_tokens in zip(turn.prompt_ids, turn.completion_ids, values, strict=True):
             sequences.append(Traced(list(prompt) + list(completion), of_tokens))
-        if not self.turns:
+        if not self.sequences:
             self._turn_count = 1
-            self.turns = [sequences]
+            self.sequences = sequences
             return
         self._turn_count += 1
         with self._naming_option():
-            self.turns = [continued(self.turns[0], sequences, self._turn_count)]
+            self.sequences = continued(self.sequences, sequences, self._turn_count)
 
     def aligned(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the values (B, L, *) of the tokens of a padded batch, as the function `aligned`."""
         with self._naming_option():
-            return aligned(stitched(self.turns), input_ids, attention_mask)
+            return aligned(stitched([self.sequences]), input_ids, attention_mask)
 
     def take(self, sequences: Sequence[list[int]]) -> list[Any]:
         """Remove what was recorded for B sequences of tokens, and return it, one item for each, as `matched`."""
         with self._naming_option():
-            turns = self.turns
-            self.turns = []
-            return matched(stitched(turns), sequences)
+            recorded = self.sequences
+            self.sequences = []
+            return matched(stitched([recorded]), sequences)
 
     def give(self, items: Sequence[Any]) -> None:
         """Record items of `take` again, of any sequences and rounds."""
-        self.turns = [list(items)]
+        self.sequences = list(items)
 
     @contextlib.contextmanager
     def _naming_option(self) -> Generator[None]:

@@ -207,16 +207,17 @@ class DynamicSampling(Feature):
             return (totals.nanmean(1) > low) & (totals.nanmean(1) < high)
         step_ranges = [step_range(completion.returned) for completion in completions]
         ranges = torch.tensor(step_ranges, device=has_tokens.device)
-        gathered = self.trainer.accelerator.gather(torch.cat([ranges, has_tokens.unsqueeze(1)], dim=1))
-        steps = cast(Tensor, gathered).cpu().view(-1, size, 3)
-        has_tokens = steps[..., 2].bool().any(1)
+        columns = torch.cat([ranges, has_tokens.unsqueeze(1)], dim=1)
+        gathered = cast(Tensor, self.trainer.accelerator.gather(columns)).cpu().view(-1, size, 3)
+        step_extremes = gathered[..., :2].flatten(1)
+        group_has_tokens = gathered[..., 2].bool().any(1)
         if chosen == "reward_variance":
-            variances = group_variances(totals).where(has_tokens, 0)
+            variances = group_variances(totals).where(group_has_tokens, 0)
             if self._least_variance is None:  # the first round is a rollout; groups of later rounds replace its own
                 self._least_variance = least_variance(variances)
             return (variances >= self._least_variance) & (variances > 0)
-        differs = ~all_equal(compared, 1).all(-1) | ~all_equal(steps[..., :2].flatten(1), 1)
-        return differs & has_tokens
+        differs = ~all_equal(compared, 1).all(-1) | ~all_equal(step_extremes, 1)
+        return differs & group_has_tokens
 
     def _fill(self, completions: list[CompletionRecord], rejected: Sequence[int], spare: Sequence[_Group]) -> None:
         """Put groups into the slots of rejected ones, as many as there are. Every process must call this method.

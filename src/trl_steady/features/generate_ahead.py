@@ -10,10 +10,10 @@ import torch
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.core.engine import GenerationResult, SendRequest
 from trl_steady.core.feature import Feature, Trainer
+from trl_steady.core.processes import any_process, first_reason
 from trl_steady.core.types import MicroBatches, Rollout, Turn
 from trl_steady.features.request_seeds import RequestSeeds
 from trl_steady.trl_bridge.generate_ahead import BatchesAhead, PendingRequest, build_request, respond_with
-from trl_steady.trl_bridge.vllm import first_reason
 from trl_steady.trl_bridge.vllm_seeds import FIRST_SEED
 
 _FILE = "ahead.pt"
@@ -60,7 +60,7 @@ class GenerateAhead(Feature):
         trainer.vllm_generation.before_sync = self._before_sync
 
     def on_train_begin(self) -> None:
-        """Count versions from the checkpoint's, or anew. Warn if no rollout can be asked ahead."""
+        """Count versions from 0, beside which a loaded request has its own. Warn if no rollout can be asked ahead."""
         self._version = 0
         self._synced = -1
         if self._loaded is not None:
@@ -133,7 +133,7 @@ class GenerateAhead(Feature):
     def _send_next(self, rows: list[Any]) -> None:
         """Send the request for the rollout after that of `rows`."""
         position = self._batches.position(rows)
-        is_unknown = _any_process(position is None)
+        is_unknown = any_process(position is None)
         if is_unknown or position is None:
             self.warn(
                 f"{_OPTION}: the rows of a rollout are not those that transformers drew, so the next one is not asked "
@@ -201,9 +201,4 @@ class GenerateAhead(Feature):
         file = checkpoint / _FILE
         if file.is_file() and self.trainer.accelerator.is_main_process:
             self._loaded = PendingRequest.load(self.trainer.vllm_generation, file)
-        self._is_resumed = _any_process(self._loaded is not None)
-
-
-def _any_process(is_so: bool) -> bool:
-    """Return True if something is so on any process. Every process must call this function."""
-    return first_reason("yes" if is_so else None) is not None
+        self._is_resumed = any_process(self._loaded is not None)

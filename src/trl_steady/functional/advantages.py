@@ -54,8 +54,11 @@ def gae(
         lam = lam.expand(count, 1)  # otherwise torch would take (B,) for one lambda per token if B = T
     end = values.new_zeros(count) if bootstrap is None else bootstrap.to(values.dtype)
     token = torch.arange(width, device=mask.device).expand_as(mask).where(mask, width)
-    following = torch.cat([token[:, 1:], token.new_full((count, 1), width)], dim=1).flip(1).cummin(1).values.flip(1)
-    after = torch.cat([values.where(mask, 0), end.unsqueeze(1)], dim=1).gather(1, following)
+    no_token = token.new_full((count, 1), width)
+    later_tokens = torch.cat([token[:, 1:], no_token], dim=1)
+    following = later_tokens.flip(1).cummin(1).values.flip(1)  # the next action token behind each column
+    values_and_end = torch.cat([values.where(mask, 0), end.unsqueeze(1)], dim=1)
+    after = values_and_end.gather(1, following)
     advantages = (rewards + gamma * after - values).where(mask, 0)
     decay = torch.where(mask, gamma * lam, values.new_ones(())).to(values.dtype)
     # doubling: after a round with `step`, each entry has the terms of the next 2 * step tokens

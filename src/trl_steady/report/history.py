@@ -175,6 +175,10 @@ class History:
                 return key
         raise KeyError(" | ".join(keys))
 
+    def require(self, *keys: str) -> None:
+        """Raise KeyError if the run has logged none of these metrics."""
+        self.first(*keys)
+
 
 def _without_replaced(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the rows that have a step, without those that a resumed run has logged again."""

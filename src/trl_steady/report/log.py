@@ -53,7 +53,7 @@ def read_records(records: Iterable[Record]) -> Log:
     framework = recognised(names, forms)
     remarks: list[str] = []
     metrics = Names(framework, names, shown)
-    stages = [stage_of(records, metrics) for records in trainings(shown)]
+    stages = [stage_of(part, metrics) for part in trainings(shown)]
     stage = last_run(stages)
     rows = oldest_first(without_strange(without_repeated(stage.rows)))
     rows, earlier = without_earlier_task(rows, framework)
@@ -69,8 +69,8 @@ def read_records(records: Iterable[Record]) -> Log:
             break
     flags = metrics.flags(rows)
     merged = merged_by_step(rows)
-    is_k1 = [row for row in merged if row.get("kl", 0.0) < -1e-6]
-    if is_k1 and (framework is not TRL or names.keys().isdisjoint(("kl", "train/kl"))):
+    has_negative_kl = any(row.get("kl", 0.0) < -1e-6 for row in merged)
+    if has_negative_kl and (framework is not TRL or names.keys().isdisjoint(("kl", "train/kl"))):
         remarks.append("kl is negative, so it is k1, and is not read")
         for row in merged:
             row.pop("kl", None)

@@ -33,6 +33,7 @@ class Reading(NamedTuple):
     rows: Sequence[Mapping[str, Any]]
     run: Mapping[str, Any]
     is_over: bool = True
+    """False if the run may go on."""
     framework: Framework = TRL
     flags: Mapping[str, frozenset[str]] = {}
     remarks: Sequence[str] = ()

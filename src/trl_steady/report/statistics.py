@@ -37,7 +37,7 @@ def bad_to_the_end(bad: np.ndarray, least: int = 3) -> slice | None:
     sums = np.concatenate([[0.0], np.cumsum(bad - 0.7)])
     start = int(np.argmin(sums))
     end = start + int(np.argmax(sums[start:]))
-    if sums[-1] - sums[start] < 0.3 * least - 0.05:
+    if sums[-1] - sums[start] < 0.3 * least - 0.05:  # for rounding
         return None
     return slice(start, end)
 
@@ -173,3 +173,8 @@ def deepest_fall(values: np.ndarray, least_before: int = 3, least_after: int = 5
     z = np.where(is_long, (before - after[None, :]) / error, -np.inf)
     start, split = np.unravel_index(int(z.argmax()), z.shape)
     return Fall(int(ends[split]), float(before[start, split]), float(after[split]), float(z[start, split]))
+
+
+def last_sixth(values: np.ndarray) -> np.ndarray:
+    """Return the last sixth of the values, or three if that is more."""
+    return values[-max(len(values) // 6, 3) :]

@@ -25,6 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length, rotate_checkpoints, sort_checkpoints
 
 from trl_steady.core.feature import Trainer, warn_user
+from trl_steady.core.processes import first_reason
 from trl_steady.core.state_file import read_state, write_state
 from trl_steady.trl_bridge.manifest import (
     ROLLOUTS_PREFIX,
@@ -36,7 +37,6 @@ from trl_steady.trl_bridge.manifest import (
 from trl_steady.trl_bridge.overrides import overrides
 from trl_steady.trl_bridge.patching import patched
 from trl_steady.trl_bridge.trl_state import as_trl_trainer, generation_interval, is_before_generation
-from trl_steady.trl_bridge.vllm import first_reason
 from trl_steady.trl_bridge.window import changed_settings, window_settings
 
 UNFINISHED = "_unfinished"

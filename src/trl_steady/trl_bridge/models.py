@@ -142,7 +142,7 @@ def drop_adapter(model: PeftModel, name: str) -> None:
         return
     if name in model.active_adapters:
         raise ValueError(f"the policy's adapter is named {name!r}. Load it under another name, such as 'default'.")
-    with keep_parameters(model):
+    with keep_dtypes_and_trainability(model):
         model.delete_adapter(name)
     PartialState().print(f"trl-steady: this run replaces the adapter {name!r} that the model had.", flush=True)
 
@@ -209,7 +209,7 @@ def in_mode(model: object, *, is_training: bool) -> Generator[None]:
 
 
 @contextmanager
-def keep_parameters(model: torch.nn.Module) -> Generator[None]:
+def keep_dtypes_and_trainability(model: torch.nn.Module) -> Generator[None]:
     """Restore the dtype and `requires_grad` of all parameters on exit.
 
     PEFT makes every parameter of an adapter trainable when it switches adapters, and float32 when it loads one. FSDP2

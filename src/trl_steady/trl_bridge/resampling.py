@@ -90,7 +90,10 @@ class ResampledRollout:
         is_first = self._is_first
         self._is_first = False
         self._rollout.inputs = [dict(row) for row in inputs]  # copies: TRL adds extra fields
-        with self._log_metrics(lambda name: is_first and not _needs_log_probs(name)), patched(self._trainer, replaced):
+        with (
+            self._keeping_metrics(lambda name: is_first and not _needs_log_probs(name)),
+            patched(self._trainer, replaced),
+        ):
             samples = self._run_rollout(self._rollout)
         self._without_values, self._rewards = recorder.without_values, recorder.rewards
         sequences: list[list[int]] = []
@@ -127,7 +130,7 @@ class ResampledRollout:
         if trainer.environment_factories is not None:  # environments have run, and would give another prompt
             self._rollout.inputs = [{**completion.inputs, "prompt": completion.prompt} for completion in chosen]
             replaced |= {"environment_factories": None, "environments": None}
-        with self._log_metrics(_needs_log_probs), patched(trainer, replaced):
+        with self._keeping_metrics(_needs_log_probs), patched(trainer, replaced):
             return self._run_rollout(self._rollout)
 
     def _generated(self, chosen: Sequence[CompletionRecord]) -> tuple[Any, ...]:
@@ -147,7 +150,7 @@ class ResampledRollout:
         return tuple(generated)
 
     @contextmanager
-    def _log_metrics(self, is_wanted: Callable[[str], bool]) -> Generator[None]:
+    def _keeping_metrics(self, is_wanted: Callable[[str], bool]) -> Generator[None]:
         """Let TRL log some of its metrics of training only."""
         metrics = self._trainer._metrics["train"]
         before = {name: len(values) for name, values in metrics.items()}

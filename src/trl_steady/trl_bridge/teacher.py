@@ -14,7 +14,7 @@ from trl_steady.core.feature import Trainer
 from trl_steady.trl_bridge.models import (
     TEACHER_ADAPTER,
     drop_adapter,
-    keep_parameters,
+    keep_dtypes_and_trainability,
     keep_random_state,
 )
 
@@ -42,7 +42,7 @@ def load_tokenizer(trainer: Trainer, path: str) -> PreTrainedTokenizerBase:
 def load_adapter(policy: PeftModel, folder: str) -> None:
     """Load a saved adapter beside the policy's, on the same base, and freeze it. Nothing else changes."""
     drop_adapter(policy, TEACHER_ADAPTER)
-    with keep_parameters(policy), keep_random_state():
+    with keep_dtypes_and_trainability(policy), keep_random_state():
         policy.load_adapter(folder, TEACHER_ADAPTER, is_trainable=True)  # otherwise PEFT sets eval mode
     for name, parameter in policy.named_parameters():
         if TEACHER_ADAPTER in name.split("."):
@@ -52,5 +52,5 @@ def load_adapter(policy: PeftModel, folder: str) -> None:
 @contextmanager
 def active_adapter(policy: PeftModel, name: str | None) -> Generator[None]:
     """Let one adapter of a policy act; None for none. On exit, the policy is as before."""
-    with keep_parameters(policy), trl.trainer.utils.use_adapter(policy, name):
+    with keep_dtypes_and_trainability(policy), trl.trainer.utils.use_adapter(policy, name):
         yield

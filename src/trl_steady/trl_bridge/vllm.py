@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import Tensor
 
 from trl_steady.core.engine import (
     AdapterSync,
-    EngineOutput,
+    EngineExtra,
     GenerationResult,
     NamedWeights,
     NotServedError,
@@ -25,7 +25,7 @@ from trl_steady.core.engine import (
 )
 from trl_steady.core.feature import warn_user
 from trl_steady.core.metrics import Clock
-from trl_steady.core.processes import own_rows
+from trl_steady.core.processes import first_reason, own_rows
 from trl_steady.trl_bridge.patching import patched
 from trl_steady.trl_bridge.trl_state import TRAINER_MODULES
 from trl_steady.trl_bridge.vllm_seeds import FIRST_SEED, ask, client_for, engine_seed, with_seeds
@@ -40,7 +40,7 @@ vllm_generation = sys.modules[VLLMGeneration.__module__]
 
 @contextmanager
 def steady_engine(
-    extras: Sequence[EngineOutput], sync: AdapterSync | None, clock: Clock, engine_kwargs: Mapping[str, object]
+    extras: Sequence[EngineExtra], sync: AdapterSync | None, clock: Clock, engine_kwargs: Mapping[str, object]
 ) -> Generator[None]:
     """Give each of TRL's trainers that is built inside this context an engine of ours, with these arguments of vLLM's.
 
@@ -73,7 +73,7 @@ class SteadyGeneration(VLLMGeneration):
     def __init__(
         self,
         *arguments: Any,
-        extras: Sequence[EngineOutput],
+        extras: Sequence[EngineExtra],
         clock: Clock,
         sync: AdapterSync | None = None,
         engine_kwargs: Mapping[str, object] = MappingProxyType({}),
@@ -287,7 +287,7 @@ class SteadyGeneration(VLLMGeneration):
         completions = [SimpleNamespace(**choices[id(ids)]) for ids in output["completion_ids"]]
         return GenerationResult(output, self._compacted(completions))
 
-    def take(self, extra: EngineOutput) -> list[Any]:
+    def take(self, extra: EngineExtra) -> list[Any]:
         """Return the extra data of each completion of the last `generate`, and forget them.
 
         Raises:
@@ -301,11 +301,6 @@ class SteadyGeneration(VLLMGeneration):
                 f"{extra.fix_hint}"
             )
         return values
-
-
-def first_reason(reason: str | None) -> str | None:
-    """Return the first reason of any process, so that all decide alike. Otherwise they would wait for one another."""
-    return next(filter(None, gather_object([reason])), None)
 
 
 @contextmanager

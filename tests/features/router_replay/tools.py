@@ -71,9 +71,9 @@ class Recorded(trl_steady.GRPOTrainer):
     def _generate_single_turn(self, prompt_ids: Any, *arguments: Any, **keywords: Any) -> Any:
         answer = super()._generate_single_turn(prompt_ids, *arguments, **keywords)
         if self.args.router_replay == "R3":
-            turns = self.rollout_in_progress.records["routes"].turns
-            turns[-1] = [self.tampered(routed) for routed in turns[-1]]
-            self.turns[-1].append(turns[-1])
+            record = self.rollout_in_progress.records["routes"]
+            record.sequences = [self.tampered(routed) for routed in record.sequences]
+            self.turns[-1].append(record.sequences)
         return answer
 
     def tampered(self, routed: Traced) -> Traced:

@@ -18,7 +18,7 @@ from trl_steady.core.types import Construction
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.adapters.merging import merged_weights
 from trl_steady.features.adapters.precision import (
-    keep_gradients_on_cpu,
+    keep_cpu_weights_unpacked,
     keep_in_float32,
     lost_to_rounding,
     refuse_unscalable,
@@ -62,7 +62,7 @@ class Adapters(Feature):
         if trainer.accelerator.scaler is not None and not trainer.is_fsdp_enabled:  # accelerate casts them for FSDP
             trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
             refuse_unscalable(trained, trainer.accelerator.device)
-        keep_gradients_on_cpu(model)
+        keep_cpu_weights_unpacked(model)
         if message := lost_to_rounding(model, args.learning_rate):
             self.warn(message)
         if isinstance(model, PeftModel):

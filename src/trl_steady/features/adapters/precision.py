@@ -81,7 +81,7 @@ def lost_to_rounding(model: torch.nn.Module, learning_rate: float) -> str | None
     )
 
 
-def keep_gradients_on_cpu(model: torch.nn.Module) -> None:
+def keep_cpu_weights_unpacked(model: torch.nn.Module) -> None:
     """Keep bitsandbytes from repacking the 4-bit weights of a model that trains on CPU.
 
     bitsandbytes (seen in 0.50.2) repacks them in the first eval-mode forward on a CPU with AVX512-BF16. A training

@@ -30,7 +30,7 @@ from trl_steady.trl_bridge.models import (
     enable_checkpointing,
     is_lora_parameter,
     keep_base,
-    keep_parameters,
+    keep_dtypes_and_trainability,
 )
 
 _TRAIN_AN_ADAPTER = "train with a peft_config, with which it is an adapter on the policy's base"
@@ -147,7 +147,7 @@ def build_adapter_model(
         config.lora_dropout = 0.0
     drop_adapter(policy, name)
     # keep the random state, so that rollouts are the same as without the adapter
-    with keep_parameters(policy), keep_base(config), models.keep_random_state():
+    with keep_dtypes_and_trainability(policy), keep_base(config), models.keep_random_state():
         policy.add_adapter(name, config)
     parameters = dict(policy.named_parameters())
     for parameter_name, parameter in parameters.items():

@@ -23,7 +23,7 @@ from trl_steady.features.critic.targets import critic_targets
 from trl_steady.functional import values
 from trl_steady.losses import LOSSES
 from trl_steady.trl_bridge.loss import run_own_backward, trl_token_weights
-from trl_steady.trl_bridge.models import VALUE_ADAPTER, keep_parameters
+from trl_steady.trl_bridge.models import VALUE_ADAPTER, keep_dtypes_and_trainability
 from trl_steady.trl_bridge.rollout import with_reference_log_probs
 from trl_steady.trl_bridge.trl_state import without_scaler
 
@@ -112,7 +112,7 @@ class Critic(ScalarHeadFeature):
         log_probs: AbstractContextManager[None] = contextlib.nullcontext()
         if self.args.kl_coef:
             log_probs = with_reference_log_probs(self.trainer)
-        with keep_parameters(self.trainer.model), log_probs:
+        with keep_dtypes_and_trainability(self.trainer.model), log_probs:
             return call_next(rollout)
 
     def on_rollout_end(self, rollout: Rollout) -> None:

@@ -11,7 +11,7 @@ from trl_steady.trl_bridge.models import (
     POLICY_ADAPTER,
     REFERENCE_ADAPTER,
     keep_base,
-    keep_parameters,
+    keep_dtypes_and_trainability,
     keep_random_state,
 )
 
@@ -28,7 +28,7 @@ def add_reference_adapter(model: PeftModel) -> None:
     if REFERENCE_ADAPTER not in model.peft_config:
         config = copy.deepcopy(model.peft_config[POLICY_ADAPTER])
         # PiSSA would change the base again, and other random numbers would change the rollouts
-        with keep_parameters(model), keep_base(config), keep_random_state():
+        with keep_dtypes_and_trainability(model), keep_base(config), keep_random_state():
             model.add_adapter(REFERENCE_ADAPTER, config)
     end_dropout(model)
     pairs = paired(model)

@@ -29,7 +29,7 @@ from trl_steady.trl_bridge.models import (
     drop_adapter,
     is_fsdp_asked,
     keep_base,
-    keep_parameters,
+    keep_dtypes_and_trainability,
     save_only,
 )
 
@@ -108,7 +108,7 @@ class Reference(Feature):
         """Keep which parameters are trainable. TRL switches to the reference's adapter and back."""
         if not self._manages_reference:
             return call_next(rollout)
-        with keep_parameters(self.trainer.model):
+        with keep_dtypes_and_trainability(self.trainer.model):
             return call_next(rollout)
 
     def around_forward(self, forward: ForwardPass, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:

@@ -104,8 +104,6 @@ class RewardModelRefreshCallback(TrainerCallback):
         for option, value in (("epochs", epochs), ("continuations", continuations), ("history", history)):
             if value < 1:
                 raise _unsuitable(option, value, "1 or more")
-        if trainer.is_deepspeed_enabled and trainer.accelerator.mixed_precision == "fp16":  # nobody has run it
-            raise _unsuitable("fp16", True, "False with DeepSpeed, which casts the reward model to fp16. Use bf16")
         self.trainer: Trainer = trainer
         self.label_fn = label_fn
         self.objective = objective

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trl_steady.config.shared import SharedOptions
-from trl_steady.core.engine import EngineOutput
+from trl_steady.core.engine import EngineExtra
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.token_record import TokenRecord, nothing, refuse_other_count
 from trl_steady.core.types import ForwardPass, LogProbs, ModelCall, Rollout, Turn
@@ -19,7 +19,7 @@ from trl_steady.trl_bridge import models
 
 _COLUMN = "routes"
 
-ROUTES = EngineOutput(
+ROUTES = EngineExtra(
     option="router_replay='R3'",
     label="routes",
     flag="enable_return_routed_experts",
@@ -57,7 +57,7 @@ class RouterReplay(Feature):
         if kind == "R3" and trainer.rollout_func is not None:
             self.refuse(setting, "a rollout_func returns no routes")
 
-    def engine_extras(self, args: Any) -> Iterable[EngineOutput]:
+    def engine_extras(self, args: Any) -> Iterable[EngineExtra]:
         """Return that vLLM must return routes, under R3."""
         if args.use_vllm and args.router_replay == "R3":
             return [ROUTES]
@@ -118,7 +118,7 @@ class RouterReplay(Feature):
         record = rollout.records.get(_COLUMN)
         if record is None:
             return None
-        if record.values is None and record.turns:
+        if record.values is None and record.sequences:
             record.values = self._with_shared_prompts(record.aligned(ids, mask), ids, mask, prompt_width)
         return record.values
 

@@ -10,7 +10,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from trl_steady.config.shared import SharedOptions
-from trl_steady.core.engine import EngineOutput
+from trl_steady.core.engine import EngineExtra
 from trl_steady.core.feature import Feature
 from trl_steady.core.token_record import TokenRecord, Traced, refuse_other_count
 from trl_steady.core.types import ForwardPass, LogProbs, ModelCall, Rollout, Turn
@@ -32,7 +32,7 @@ def _compact(value: object) -> tuple[np.ndarray, np.ndarray]:
     return np.fromiter(itertools.chain.from_iterable(sets), dtype=np.int32, count=int(counts.sum())), counts
 
 
-SAMPLING_MASK = EngineOutput(
+SAMPLING_MASK = EngineExtra(
     option=_OPTION,
     label="kept tokens",
     flag="return_sampling_mask",
@@ -54,7 +54,7 @@ class SamplingMask(Feature):
     args: SharedOptions
     _has_warned = False
 
-    def engine_extras(self, args: SharedOptions) -> Iterable[EngineOutput]:
+    def engine_extras(self, args: SharedOptions) -> Iterable[EngineExtra]:
         """Return that vLLM must return its sampling mask."""
         if args.use_vllm and args.keep_sampling_mask:
             return [SAMPLING_MASK]

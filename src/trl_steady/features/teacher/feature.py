@@ -13,6 +13,7 @@ from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.core.devices import copy_async, padded
 from trl_steady.core.feature import Feature
+from trl_steady.core.processes import first_reason
 from trl_steady.core.types import Construction, Rollout, forward_inputs
 from trl_steady.features.adapters.base_model import BaseModel, base_changing_init
 from trl_steady.features.adapters.saved import warn_of_other_base
@@ -23,7 +24,6 @@ from trl_steady.trl_bridge import models, teacher
 from trl_steady.trl_bridge.generation import tokenize_prompts
 from trl_steady.trl_bridge.log_probs import policy_log_probs
 from trl_steady.trl_bridge.models import REFERENCE_ADAPTER, TEACHER_ADAPTER
-from trl_steady.trl_bridge.vllm import first_reason
 
 
 class Teacher(Feature):

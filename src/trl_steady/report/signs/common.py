@@ -39,7 +39,7 @@ def beyond(history: History, limits: Sequence[Mapping[str, Any]]) -> Found | Non
                 signs.append(sign)
     if not known:
         raise KeyError(f"{limits[0]['key']} as a mean")
-    history.first(*known)
+    history.require(*known)
     if not signs:
         return None
     return min(signs, key=lambda sign: sign.since)
@@ -170,7 +170,10 @@ def of_all_groups(history: History, key: str) -> str:
 
 
 def lasts(history: History, bad: np.ndarray, *, to_end: bool = False, least: int = 3) -> slice | None:
-    """Return the stretch of bad values. If the run is over, one is enough if all are bad, or (`to_end`) the last."""
+    """Return the stretch of bad values.
+
+    In a run that is over, one is enough if all values are bad or, with `to_end`, if the last are.
+    """
     good = np.flatnonzero(~bad)
     start = int(good[-1]) + 1 if len(good) else 0
     if history.is_over and start < len(bad) and (to_end or start == 0):

@@ -5,12 +5,12 @@ import numpy as np
 from trl_steady.report.history import History
 from trl_steady.report.signs.common import Found, lasts, median_gap, never_a_number, not_numbers, per_rollout
 from trl_steady.report.signs.reward import is_solved
-from trl_steady.report.statistics import bad_to_the_end, blocks, chance_of
+from trl_steady.report.statistics import bad_to_the_end, blocks, chance_of, last_sixth
 
 
 def not_a_number(history: History) -> Found | None:
     """Find a gradient, or else a loss, that stops being a number."""
-    history.first("grad_norm", "loss")
+    history.require("grad_norm", "loss")
     to_end = True
     least = 3
     if history.settings.get("fp16"):  # its scaler leaves out single steps, and several at the start
@@ -42,7 +42,7 @@ def metric_nan(history: History) -> Found | None:
     keys = ["entropy", "completions/mean_length", "clip_ratio/region_mean"]
     if len(history.finite_values("reward")):  # else there is no reward
         keys.append("reward_std")
-    history.first(*keys)
+    history.require(*keys)
     for key in keys:
         if key not in history.keys:
             continue
@@ -115,7 +115,7 @@ def gradient_zero(history: History) -> Found | None:
     shares = history.finite_values("frac_reward_zero_std")
     evidence = "0 in each update"
     if len(shares):
-        differ = 1 - float(shares[-max(len(shares) // 6, 3) :].mean())
+        differ = 1 - float(last_sixth(shares).mean())
         evidence = f"0 in each update, and in {differ:.0%} of the last groups the rewards differ"
     return Found(since, "grad_norm", evidence, {"groups_differ": _groups_differ(history, since)})
 

@@ -5,7 +5,7 @@ import numpy as np
 from trl_steady.report.history import History
 from trl_steady.report.signs.common import Found, exceeds, of_all_groups
 from trl_steady.report.signs.reward import LEAST_GOOD, is_share
-from trl_steady.report.statistics import HEALTHY_TREND, blocks, trend
+from trl_steady.report.statistics import HEALTHY_TREND, blocks, last_sixth, trend
 
 _ALIKE = "frac_reward_zero_std"
 
@@ -37,8 +37,7 @@ def groups_all_right(history: History) -> Found | None:
     found, place, has_risen = _equal_groups(history)
     if all_cut_off(history):  # then nothing has been solved
         return None
-    is_top = place >= 0.9 or (has_risen and place >= 0.75)
-    return found if is_top else None
+    return found if _is_at_top(place, has_risen) else None
 
 
 def groups_all_wrong(history: History) -> Found | None:
@@ -68,8 +67,11 @@ def _all_zero(history: History) -> Found | None:
 def groups_alike(history: History) -> Found | None:
     """Find groups whose answers nearly all get the same reward, which differs among groups or is neither."""
     found, place, has_risen = _equal_groups(history)
-    is_top = place >= 0.9 or (has_risen and place >= 0.75)
-    return found if place > 0.25 and not is_top else None
+    return found if place > 0.25 and not _is_at_top(place, has_risen) else None
+
+
+def _is_at_top(place: float, has_risen: bool) -> bool:
+    return place >= 0.9 or (has_risen and place >= 0.75)
 
 
 def _equal_groups(history: History) -> tuple[Found | None, float, bool]:
@@ -81,7 +83,7 @@ def _equal_groups(history: History) -> tuple[Found | None, float, bool]:
     """
     # recorded runs reach 1 in single rollouts, and none stays above 0.9
     key = of_all_groups(history, _ALIKE)
-    history.first(key)
+    history.require(key)
     found = exceeds(history, key, 0.9, least=6, of_rollouts=True)
     reward = blocks(history, "reward", None).values
     # under PPO, a group can be one answer
@@ -91,7 +93,7 @@ def _equal_groups(history: History) -> tuple[Found | None, float, bool]:
     low, high = reward.min(), reward.max()
     if low == high and low not in (0, 1):  # a constant reward
         return None, 0.5, False
-    last = float(reward[-max(len(reward) // 6, 3) :].mean())
+    last = float(last_sixth(reward).mean())
     has_risen = trend(reward) > HEALTHY_TREND
     wasted = history[_ALIKE].finite.values.mean()
     found = found._replace(evidence=f"{found.evidence}; reward {last:.3g}; {wasted:.0%} of all groups were wasted")
@@ -114,7 +116,7 @@ def all_cut_off(history: History) -> bool:
     if "completions/clipped_ratio" not in history.keys:
         return "completions/mean_length" in history.keys and one_length(history) is not None
     share = history.finite_values("completions/clipped_ratio")
-    return len(share) > 0 and bool(share[-max(len(share) // 6, 3) :].mean() > 0.9)
+    return len(share) > 0 and bool(last_sixth(share).mean() > 0.9)
 
 
 def one_length(history: History) -> Found | None:

@@ -34,7 +34,7 @@ def answers_masked(history: History) -> Found | None:
 
 def answers_cut_off(history: History) -> Found | None:
     """Find answers of which most are cut off, or that all have the same length in each log."""
-    history.first(_CUT_OFF, _LENGTH)
+    history.require(_CUT_OFF, _LENGTH)
     # half; recorded runs have up to 11 %
     found = exceeds(history, _CUT_OFF, 0.5, of_rollouts=True)
     if found is None and _CUT_OFF not in history.keys:

@@ -13,6 +13,7 @@ from trl_steady.report.statistics import (
     blocks,
     chance_of_order,
     change,
+    last_sixth,
     noise,
     running_median,
     sixths,
@@ -92,9 +93,8 @@ def _is_stuck(history: History) -> bool:
     """Tell whether nothing more is learnt: all of the last groups are alike, or no update has a gradient."""
     shares = history.finite_values("frac_reward_zero_std")
     gradients = history.finite_values("grad_norm")
-    last = slice(-max(len(gradients) // 6, 3), None)
-    no_gradient = len(gradients) > 0 and bool((gradients[last] < 1e-8).all())
-    no_group = len(shares) > 0 and bool((shares[-max(len(shares) // 6, 3) :] > 0.99).all())
+    no_gradient = len(gradients) > 0 and bool((last_sixth(gradients) < 1e-8).all())
+    no_group = len(shares) > 0 and bool((last_sixth(shares) > 0.99).all())
     return no_gradient or no_group
 
 
@@ -255,7 +255,7 @@ def _rises_after_the_reward(history: History) -> Found | None:
     if len(gained) < len(rewards.values) / 3 or len(later) < 12 or np.median(is_solved(gained)) > 0:
         return None
     first = float(np.median(later[: max(len(later) // 6, 3)]))
-    last = float(np.median(later[-max(len(later) // 6, 3) :]))
+    last = float(np.median(last_sixth(later)))
     if last - first < max(first, 0.5) or trend(later) < HEALTHY_TREND:
         return None
     third = len(gained) // 3

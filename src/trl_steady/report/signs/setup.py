@@ -71,7 +71,7 @@ def sampling_truncated(history: History) -> Found | None:
 
 def generation_slow(history: History) -> Found | None:
     """Find generations that take nearly all the time from one rollout to the next."""
-    history.first("time/update")
+    history.require("time/update")
     steps, seconds = history["time/generation"].finite
     total = np.zeros(len(steps) + 1)
     for key in history.keys:
