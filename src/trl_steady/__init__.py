@@ -59,16 +59,15 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    cause, error = None, AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        if name in _MODULES:
-            found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-            if name.endswith("Trainer"):  # not in its module: `trl-steady run` works with any of them
-                importlib.import_module(f"{__name__}.trl_bridge").refuse_unsupported(found.__mro__)
-            return found
+        found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        if name.endswith("Trainer"):  # not in its module: `trl-steady run` works with any of them
+            importlib.import_module(f"{__name__}.trl_bridge").refuse_unsupported(found.__mro__)
+        return found
     except AttributeError as inside:  # Python would take it for a missing name
-        cause, error = inside, ImportError(f"{name} cannot be imported: {inside}")
-    raise error from cause
+        raise ImportError(f"{name} cannot be imported: {inside}") from inside
 
 
 def __dir__() -> list[str]:

@@ -217,7 +217,7 @@ def test_a_loss_scaler_decides_itself(
 ) -> None:
     monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
     trainer = tiny.trainer(models["dense"], tmp_path)
-    assert trainer.feature(NonfiniteSteps).admits("policy", NAN, [])
+    assert trainer.feature(NonfiniteSteps).judge_step("policy", NAN, [])
 
 
 PPO = {"method": "PPO", "num_generations": 1, **OPTIONS}

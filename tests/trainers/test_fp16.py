@@ -188,7 +188,7 @@ def test_deepspeed_keeps_its_scale_to_itself(models: dict[str, Path], tmp_path: 
     assert idle.startswith("skip_nonfinite_steps=5 has no effect because fp16=True with DeepSpeed")
     trainer.accelerator.scaler = None
     trainer.feature(NonfiniteSteps).on_init_end()
-    assert trainer.feature(NonfiniteSteps).admits("policy", NAN, [])
+    assert trainer.feature(NonfiniteSteps).judge_step("policy", NAN, [])
 
 
 # the critic

@@ -83,7 +83,7 @@ class NonfiniteSteps(Feature):
         for name, parameter, norm_of_gradient in self._norms:
             if parameter.grad is not None:  # a critic's adapter has none by now
                 norms.append((name, norm_of_gradient))
-        is_admitted = self.admits("policy", norm, norms, self._scaler, **figures)
+        is_admitted = self.judge_step("policy", norm, norms, self._scaler, **figures)
         if not is_admitted and self._scaler is None:
             self._held.enter_context(hold_step(self.trainer))
         return norm
@@ -96,7 +96,7 @@ class NonfiniteSteps(Feature):
         """Let the optimizer step again after a step that raised."""
         self._held.close()
 
-    def admits(
+    def judge_step(
         self,
         owner: str,
         norm: Tensor | float,
@@ -104,7 +104,7 @@ class NonfiniteSteps(Feature):
         scaler: GradScaler | None = None,
         **figures: Tensor,
     ) -> bool:
-        """Return True if a step with this gradient norm is taken. Otherwise count it, and print what is not finite.
+        """Count a step whose gradient norm is not finite, and print what is not. Return True if the step is taken.
 
         Waits for the device. Raises a FloatingPointError at the last step in a row that may be left out.
 

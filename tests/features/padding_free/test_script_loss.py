@@ -12,8 +12,8 @@ from torch import Tensor
 import trl_steady
 from tests.features.padding_free.rollouts import UNEQUAL
 from tests.tools import tiny
+from trl_steady.core.sequences import select_sequences
 from trl_steady.features.critic.feature import Critic
-from trl_steady.features.skip_zero_weight import select_sequences
 
 BUDGET = {"token_budget": 30}
 OPTIONS: dict[str, Any] = {

@@ -86,7 +86,7 @@ class ScalarHeadOptimizer:
         self.scaler.unscale_(self.adamw)
         norm = models.whole(torch.nn.utils.get_total_norm(gradients))
         steps = self._trainer.feature(NonfiniteSteps)
-        if steps.admits(owner, norm, self._named_gradients(), self.scaler, loss=loss):
+        if steps.judge_step(owner, norm, self._named_gradients(), self.scaler, loss=loss):
             if self._max_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
             self.scaler.step(self.adamw)

@@ -15,6 +15,7 @@ from torch import Tensor
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.devices import copy_async
 from trl_steady.core.feature import Feature, Trainer
+from trl_steady.core.sequences import has_rows, select_sequences
 from trl_steady.core.types import ForwardPass, LogProbs, LossPass, Rollout
 from trl_steady.features.padding_free.attention import PackedAttention, own_implementation
 from trl_steady.features.padding_free.model import PaddingFreeModel
@@ -27,7 +28,7 @@ from trl_steady.features.padding_free.packing import (
     sequence_lengths,
 )
 from trl_steady.features.padding_free.support import Support, find_support
-from trl_steady.features.skip_zero_weight import has_rows, select_sequences, skips_before_regrouping, with_gradient
+from trl_steady.features.skip_zero_weight import skips_before_regrouping, with_gradient
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.loss import run_backward, weigh_loss
 from trl_steady.trl_bridge.overrides import overrides

@@ -14,10 +14,10 @@ from trl_steady.config.grpo import GRPOConfig
 from trl_steady.core.devices import copy_async, padded
 from trl_steady.core.feature import Feature
 from trl_steady.core.processes import first_reason
+from trl_steady.core.sequences import rows_to_compute, select_sequences
 from trl_steady.core.types import Construction, Rollout, forward_inputs
 from trl_steady.features.adapters.base_model import BaseModel, base_changing_init
 from trl_steady.features.adapters.saved import warn_of_other_base
-from trl_steady.features.skip_zero_weight import rows_to_compute, select_sequences
 from trl_steady.features.teacher.server import FAILURES, TeacherServer
 from trl_steady.functional import advantages
 from trl_steady.trl_bridge import models, teacher
