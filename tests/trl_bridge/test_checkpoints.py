@@ -269,7 +269,7 @@ def test_all_processes_refuse_a_checkpoint_that_one_has_in_part(
 ) -> None:
     """Each machine may have a disk of its own. The others would wait for the one that raises."""
     elsewhere = "rng_state_1.pth is missing or cut off"
-    monkeypatch.setattr("trl_steady.trl_bridge.vllm.gather_object", lambda reasons: [*reasons, elsewhere])
+    monkeypatch.setattr("trl_steady.core.processes.gather_object", lambda reasons: [*reasons, elsewhere])
     trainer = tiny.trainer(models["dense"], tmp_path, lora=True, **FROZEN)
     with pytest.raises(ValueError, match=f"checkpoint-12 is incomplete: {elsewhere}"):
         trainer.train(resume_from_checkpoint=str(runs["frozen"] / "checkpoint-12"))
