@@ -67,7 +67,7 @@ def loaded(value: Any, folder: Path) -> Any:
         (fractions.Fraction(1, 4), 0.25),
         (frozenset({1}), {1}),
         (Impedance(1, 2), 1 + 2j),
-        ({frozenset({1})}, {(1,)}),
+        ({frozenset({1}), range(2)}, {(1,), (0, 1)}),
         ({frozenset({1}): "a", (frozenset({2}), 3): "b"}, {(1,): "a", ((2,), 3): "b"}),
         (np.array([None, Path("a")], dtype=object), [None, Path("a")]),
         (torch.ones(2).as_subclass(Vector), torch.ones(2)),

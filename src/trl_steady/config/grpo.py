@@ -243,9 +243,12 @@ class GRPOConfig(SharedOptions, _TRLConfig):
                 "and keep_sampling_mask=False, or load the teacher here."
             )
         if self.ref_model_sync_kl and self.teacher and not self.measures_kl:
+            off = "beta=0.0"
+            if self.METHOD == "PPO":
+                off = "beta=0.0 and kl_coef=0.0"
             yield (
-                f"ref_model_sync_kl={self.ref_model_sync_kl} does not work with beta=0.0: no KL is measured. Set beta "
-                "above 0, or leave it unset."
+                f"ref_model_sync_kl={self.ref_model_sync_kl} does not work with {off}: no KL is measured. Set "
+                "one above 0, or leave it unset."
             )
 
     @property

@@ -51,7 +51,7 @@ def _loadable(value: object) -> object:
         return float(cast(Any, value))
     if isinstance(value, Mapping):
         return {_hashable(key): _loadable(item) for key, item in value.items()}
-    if isinstance(value, Set):  # a set of sets has members that can be hashed
+    if isinstance(value, Set) and not isinstance(value, Sequence):  # an ordered set stays in order
         return {_hashable(item) for item in value}
     for kind, container in ((tuple, tuple), (Sequence, list)):
         if isinstance(value, kind):
@@ -62,9 +62,8 @@ def _loadable(value: object) -> object:
 
 
 def _hashable(value: object) -> object:
-    """Return a key of a dict, or a member of a set, in types that `read_state` takes and that can be hashed."""
-    if isinstance(value, Set):
-        return tuple(map(_hashable, value))
-    if isinstance(value, tuple):
+    """Return a key of a dict, or a member of a set: it must stay hashable, so a set in a set becomes a tuple."""
+    is_text = isinstance(value, (str, bytes))
+    if isinstance(value, (Set, Sequence)) and not is_text:
         return tuple(map(_hashable, value))
     return _loadable(value)

@@ -60,7 +60,7 @@ class GenerateAhead(Feature):
         trainer.vllm_generation.before_sync = self._before_sync
 
     def on_train_begin(self) -> None:
-        """Count versions from 0, beside which a loaded request has its own. Warn if no rollout can be asked ahead."""
+        """Count versions from 0: a loaded request is older. Warn if no rollout can be asked ahead."""
         self._version = 0
         self._synced = -1
         if self._loaded is not None:

@@ -1,4 +1,7 @@
-"""Lines of a log that belong together: a record printed over several lines, or cut by a terminal."""
+"""Lines of a log that belong together: a record printed over several lines, or cut by a terminal.
+
+They are joined before anything is read.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
