@@ -36,6 +36,7 @@ from trl_steady.report.compare import interval
 __all__ = ["LAST", "Comparison", "Kind", "arms", "cells", "compare", "endpoint", "load", "main", "table"]
 
 LAST = 3  # checks whose mean is the endpoint
+LONG_NAME = 30  # letters, of which two columns of a legend have room
 Runs = dict[str, dict[int, dict[str, Any]]]  # arm -> seed -> figures
 
 
@@ -308,7 +309,10 @@ def draw(path: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
                 axis.set_ylim(bottom=0)
             if name == names[0]:
                 handles = axis.get_legend_handles_labels()
-                axis.get_figure().legend(*handles, loc="outside lower center", ncols=4 if len(drawn_arms) < 5 else 3)
+                columns = 4 if len(drawn_arms) < 5 else 3
+                if max(map(len, drawn_arms)) > LONG_NAME:
+                    columns = 2
+                axis.get_figure().legend(*handles, loc="outside lower center", ncols=columns)
 
         return drawn
 
