@@ -61,7 +61,7 @@ def test_an_engine_that_differs_gets_advice_on_formats_before_a_correction(
     assert "formats-differ" not in found
     advice = found["engine-differs"].advice
     assert ("Run engine and trainer in one number format." in advice) == one and (FP16 in advice) == fp16
-    assert advice.endswith('Set vllm_importance_sampling_mode="token_truncate".')
+    assert advice.endswith('For long answers, set vllm_importance_sampling_mode="token_truncate".')
 
 
 def test_without_formats_nothing_is_said_of_them() -> None:
