@@ -1,4 +1,4 @@
-"""What processes agree on, and the rows of one among those of all."""
+"""Agreement among processes, and the rows of one among those of all."""
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
