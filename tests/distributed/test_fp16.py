@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 
 from tests.distributed import processes, sharded
 from tests.tools import half, resumable, tiny
-from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
+from trl_steady.features.scalar_head.optimizer import ScalarHeadOptimizer
 from trl_steady.trl_bridge.models import reshard
 
 # a rollout is used for 4 steps, and the checkpoint is in the middle of one

@@ -50,7 +50,7 @@ def test_only_the_bridge_names_what_is_private_to_trl() -> None:
 
 def test_only_the_bridge_sets_attributes_of_a_trainer() -> None:
     """By assignment, deletion, `setattr`, `patched` or `vars`. Three files replace attributes of scripts or layers."""
-    patching = {"cli/run.py", "features/critic/model.py", "features/router_replay/replay.py"}
+    patching = {"cli/run.py", "features/scalar_head/model.py", "features/router_replay/replay.py"}
     assert {name for name, tree in TREES.items() if "patched" in set(names_in(tree))} == patching
     for name, tree in TREES.items():
         for node in ast.walk(tree):

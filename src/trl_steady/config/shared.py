@@ -23,7 +23,7 @@ from trl_steady.config.options import (
     why_disabled,
 )
 from trl_steady.config.sampling import TRUNCATIONS, WEIGHTINGS
-from trl_steady.core.feature import warn_user
+from trl_steady.core.user_warning import warn_user
 
 if TYPE_CHECKING:
     _Filter = list[float] | tuple[float, float] | str | Callable[..., bool]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trl_steady.core.feature import warn_user
+from trl_steady.core.user_warning import warn_user
 
 _NUMBERS_AND_TEXT: list[Any] = [int, float, complex, str, bytes]
 _KEPT = {type(None), bool, *_NUMBERS_AND_TEXT, bytearray, PosixPath, WindowsPath}

@@ -7,7 +7,7 @@ import trl
 
 from trl_steady.config.ppo import PPOConfig
 from trl_steady.features.critic.feature import Critic
-from trl_steady.features.critic.model import ScalarHeadModel
+from trl_steady.features.scalar_head.model import ScalarHeadModel
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.order import ORDER
 from trl_steady.trl_bridge.trl_state import set_model_card

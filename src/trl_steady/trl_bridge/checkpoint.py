@@ -24,9 +24,10 @@ from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length, rotate_checkpoints, sort_checkpoints
 
-from trl_steady.core.feature import Trainer, warn_user
+from trl_steady.core.feature import Trainer
 from trl_steady.core.processes import first_reason
 from trl_steady.core.state_file import read_state, write_state
+from trl_steady.core.user_warning import warn_user
 from trl_steady.trl_bridge.manifest import (
     ROLLOUTS_PREFIX,
     DataOrder,

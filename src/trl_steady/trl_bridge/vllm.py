@@ -23,9 +23,9 @@ from trl_steady.core.engine import (
     NotServedError,
     SendRequest,
 )
-from trl_steady.core.feature import warn_user
 from trl_steady.core.metrics import Clock
 from trl_steady.core.processes import first_reason, own_rows
+from trl_steady.core.user_warning import warn_user
 from trl_steady.trl_bridge.patching import patched
 from trl_steady.trl_bridge.trl_state import TRAINER_MODULES
 from trl_steady.trl_bridge.vllm_seeds import FIRST_SEED, ask, client_for, engine_seed, with_seeds

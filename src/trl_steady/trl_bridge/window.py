@@ -1,9 +1,10 @@
 """A generation window: the settings that a resume inside it must not change. This file knows TRL's options."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trl_steady.core.feature import Trainer
+from trl_steady.core.json_values import as_json
 
 WINDOW_OPTIONS = (
     # the batches of a window
@@ -88,21 +89,6 @@ def _window_options(args: Any) -> Iterator[str]:
             if getattr(args, needed) and hasattr(args, name):
                 yield name
     yield from args.options_in_rollout  # ours: those that the config marks with `IN_ROLLOUT` and that act
-
-
-def as_json(value: Any) -> Any:
-    """Return a value as JSON types. Functions and objects become names."""
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, Set):  # whose order differs from one run of Python to the next
-        return sorted(map(as_json, value), key=str)
-    if isinstance(value, Sequence):
-        return [as_json(item) for item in value]
-    if hasattr(value, "tolist"):  # arrays, tensors and NumPy's numbers
-        return as_json(value.tolist())
-    return getattr(value, "__name__", type(value).__name__)
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from tests.tools.devices import CUDA, pretended_gpu
 from trl_steady.features.critic import scalar_head
 from trl_steady.features.critic.feature import Critic
-from trl_steady.features.critic.model import ScalarHeadModel
+from trl_steady.features.scalar_head.model import ScalarHeadModel
 
 
 def test_a_critic_computes_where_the_hidden_states_are() -> None:

@@ -16,8 +16,8 @@ from tests.oracles import ppo as oracles
 from tests.tools import tiny
 from tests.tools.headroom import within
 from trl_steady.features.critic import optimizer as learner
-from trl_steady.features.critic.construction import build_adapter_model, build_whole_model
 from trl_steady.features.critic.feature import Critic
+from trl_steady.features.scalar_head.construction import build_adapter_model, build_whole_model
 
 BUDGET = {"token_budget": 30, "share_prompts": True}
 

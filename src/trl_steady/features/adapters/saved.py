@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers.utils import CONFIG_NAME
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
-from trl_steady.core.feature import warn_user
+from trl_steady.core.json_values import as_json
+from trl_steady.core.user_warning import warn_user
 from trl_steady.features.adapters.base_model import BaseModel, base_changing_init
 from trl_steady.trl_bridge.models import is_lora_parameter, keep_random_state
-from trl_steady.trl_bridge.window import as_json
 
 # fields of a configuration that act when PEFT makes an adapter, or never
 _OF_THE_START = re.compile(

@@ -1,1 +1,1 @@
-"""The critic of PPO: its model, its values and targets, and its updates."""
+"""The critic of PPO: where it begins, its values and targets, and its updates."""

@@ -16,10 +16,10 @@ from trl_steady.core.tensor_file import TensorFile
 from trl_steady.core.types import Construction, LossPass, Rollout, loss_mask
 from trl_steady.features.adapters.precision import refuse_unscalable
 from trl_steady.features.critic.construction import build_critic
-from trl_steady.features.critic.model import ScalarHeadModel
-from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
-from trl_steady.features.critic.scalar_head import ScalarHeadFeature
 from trl_steady.features.critic.targets import critic_targets
+from trl_steady.features.scalar_head.feature import ScalarHeadFeature
+from trl_steady.features.scalar_head.model import ScalarHeadModel
+from trl_steady.features.scalar_head.optimizer import ScalarHeadOptimizer
 from trl_steady.functional import values
 from trl_steady.losses import LOSSES
 from trl_steady.trl_bridge.loss import run_own_backward, trl_token_weights

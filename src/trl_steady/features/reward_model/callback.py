@@ -10,9 +10,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
-from trl_steady.core.feature import Trainer, warn_user
+from trl_steady.core.feature import Trainer
 from trl_steady.core.processes import own_rows
-from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
+from trl_steady.core.user_warning import warn_user
 from trl_steady.features.reference.feature import Reference
 from trl_steady.features.reward_model.examples import (
     Example,
@@ -25,6 +25,7 @@ from trl_steady.features.reward_model.examples import (
 from trl_steady.features.reward_model.feature import STATE_FILE, RewardModel, RewardRefresh
 from trl_steady.features.reward_model.labelling import RolloutCompletions, get_verdicts, label_steps, verdict_masks
 from trl_steady.features.reward_model.training import fit, measure
+from trl_steady.features.scalar_head.optimizer import ScalarHeadOptimizer
 from trl_steady.trl_bridge import refuse_unsupported
 from trl_steady.trl_bridge.rewards import group_size
 from trl_steady.trl_bridge.rollout import forget_logs, generate_outside_training

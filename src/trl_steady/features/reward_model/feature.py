@@ -11,13 +11,13 @@ from peft import PeftModel
 
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.core.types import Rollout
-from trl_steady.features.critic.construction import build_adapter_model, build_whole_model
-from trl_steady.features.critic.model import ScalarHeadModel
-from trl_steady.features.critic.saved import load_adapter
-from trl_steady.features.critic.scalar_head import ScalarHeadFeature
 from trl_steady.features.reward_model.labelling import RolloutCompletions
 from trl_steady.features.reward_model.reward_function import RewardAdapter, Rewards
 from trl_steady.features.reward_model.scorer import RewardScorer
+from trl_steady.features.scalar_head.construction import build_adapter_model, build_whole_model
+from trl_steady.features.scalar_head.feature import ScalarHeadFeature
+from trl_steady.features.scalar_head.model import ScalarHeadModel
+from trl_steady.features.scalar_head.saved import load_adapter
 from trl_steady.features.step_rewards.alignment import Completion, token_ends
 from trl_steady.rewards.splitters import Conversation
 from trl_steady.rewards.steps import StepRewards

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trl_steady.core.devices import padded
 from trl_steady.core.feature import Trainer
-from trl_steady.features.critic.model import ScalarHeadModel
+from trl_steady.features.scalar_head.model import ScalarHeadModel
 from trl_steady.trl_bridge.models import text_tokenizer
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from trl_steady.core.devices import copy_async
-from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
 from trl_steady.features.reward_model.examples import Example, prompt_key
 from trl_steady.features.reward_model.scorer import RewardScorer
+from trl_steady.features.scalar_head.optimizer import ScalarHeadOptimizer
 from trl_steady.functional import reward_models
 from trl_steady.trl_bridge.models import in_mode
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trl_steady.features.adapters.saved import adapter_settings
-from trl_steady.features.critic.model import HEAD, HEAD_WEIGHT, POLICY_HEAD, ScalarHeadModel
+from trl_steady.features.scalar_head.model import HEAD, HEAD_WEIGHT, POLICY_HEAD, ScalarHeadModel
 
 _BASE_PREFIX = "base_model.model."  # before the names of a transformers model in a PEFT model
 _WEIGHTS_FILE = "adapter_model.safetensors"  # PEFT's name

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from trl_steady.core.feature import Trainer
-from trl_steady.features.critic.model import ScalarHeadModel
 from trl_steady.features.nonfinite_steps import NonfiniteSteps
+from trl_steady.features.scalar_head.model import ScalarHeadModel
 from trl_steady.trl_bridge import models
 
 _SCALER = "loss_scaler"  # in a saved state, which has names of parameters beside it

@@ -14,8 +14,8 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.features.adapters.saved import refuse_other_settings
-from trl_steady.features.critic.model import ScalarHeadModel
-from trl_steady.features.critic.saved import model_settings, save_pretrained, state_from_policy
+from trl_steady.features.scalar_head.model import ScalarHeadModel
+from trl_steady.features.scalar_head.saved import model_settings, save_pretrained, state_from_policy
 from trl_steady.trl_bridge.models import save_without
 
 
