@@ -19,7 +19,7 @@ from benchmarks import measuring, padding
 from benchmarks.gpu import models
 from benchmarks.gpu.block import Figure
 from benchmarks.measuring import CUDA
-from trl_steady.cli import dry_run
+from trl_steady.cli import device_memory
 
 MODES = ("all weights", "LoRA", "LoRA on NF4")
 
@@ -72,7 +72,7 @@ def main() -> int:
         models.save(folder, small=options.small)
         for mode in MODES:
             trainer = build(mode, folder, small=options.small)
-            computed = sum(dry_run.memory(trainer).values())
+            computed = sum(device_memory.memory(trainer).values())
             measured = peak(trainer)
             figures.append(Figure(f"{mode}: computed", computed / 1e9, "GB"))
             figures.append(Figure(f"{mode}: measured, of computed", measured / computed))

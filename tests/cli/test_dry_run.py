@@ -19,7 +19,8 @@ from tests.cli.tools import IMPORTS, Launched, Scripts
 from tests.tools import tiny
 from tests.tools.script import figure
 from trl_steady.cli import main as cli
-from trl_steady.cli.dry_run import _owner, _sizes, dry_run, host_memory, memory
+from trl_steady.cli.device_memory import _owner, _sizes, host_memory, memory
+from trl_steady.cli.dry_run import dry_run
 from trl_steady.functional import memory as formulas
 
 scripts = own_scripts.scripts

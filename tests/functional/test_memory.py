@@ -10,7 +10,7 @@ from benchmarks.padding import peak_bytes
 from torch import Tensor
 
 from tests.tools import host
-from trl_steady.cli.dry_run import _sizes
+from trl_steady.cli.device_memory import _sizes
 from trl_steady.functional.memory import on_host, passes
 
 LAYERS, TOKENS = 5, 192

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tests.project import recipe
-from trl_steady.cli.dry_run import memory
+from trl_steady.cli.device_memory import memory
 
 FOLDER = recipe.FOLDER / "gsm8k"
 SIZES = {  # of the models' own configs, and their parameters

@@ -1,6 +1,7 @@
 """Memory of a micro-batch, by arithmetic. `docs/memory.md` compares it with measured runs."""
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 RANK = 16
@@ -92,63 +93,31 @@ def passes(
         critic: True for the passes of a critic. It has no LM head. With "full" it computes in float32 throughout,
             and its adapter's inputs are not copied.
     """
-    full = mode == "full"
-    wide = full and critic
-    copies_inputs = mode == "LoRA" and not critic  # PEFT copies the inputs of a float32 adapter in float32
-    residual = _residual(mode)
-    query = model.heads * model.head_dim
-    key = model.kv_heads * model.head_dim
-    inner = model.chosen * model.intermediate
-    routed = model.chosen * model.hidden * bool(model.experts)
-    saved = tokens * _saved_for_attention(model, query, key, full=full, wide=wide, copies_inputs=copies_inputs)
-    size = 2
-    if wide or (full and model.experts):  # autocast leaves experts in the dtype of their weights
-        size = 4
-    keeps_inputs = full or not model.experts  # of the linear layers of an MLP, which need them for a gradient
-    saved += tokens * size * (model.activation * inner + routed + keeps_inputs * (inner + routed))
-    # of the experts' inner states or of their outputs, whichever are more
-    experts = max(2 * inner + routed, 3 * routed) + 2 * routed * model.expert_biases
-    gradients = tokens * (size * experts + (residual + 2) * model.hidden)
-    widest = max(a * b for a, b in model.projections)
-    if not full and not model.experts:
-        gradients = tokens * (4 * inner + 2 * model.hidden)
-    if copies_inputs and not model.experts:
-        gradients = tokens * (6 * inner + 10 * model.hidden)
-    if mode == "QLoRA" and not model.experts:  # bitsandbytes dequantises one matrix at a time
-        gradients = max(gradients, 2 * widest + 2 * tokens * inner)
-    if model.norms > 2:  # the norm after an MLP has five float32 tensors in backward, while all of the MLP is saved
-        gradients = max(gradients, 24 * tokens * model.hidden)
-    # a gradient before it is added, and its bf16 form under autocast
-    trained = (4 if wide else 6) * widest + 4 * model.experts * model.hidden * model.intermediate
-    cast = 0
-    layer = saved + gradients
-    if full:
-        cast = 0 if wide else 2 * model.linear  # autocast keeps a bf16 copy of each trained float32 weight
-        layer = saved + (cast / model.layers + max(gradients, trained))
-    if full and model.tied and not critic:
-        layer += 4 * model.table  # the gradient of the head, which waits for that of the embedding
-    of_input = tokens * model.hidden * residual
-    of_whole = saved + cast / model.layers  # beside its input, of a layer that backward does not compute again
+    if copies_head is None:
+        copies_head = on_cpu
+    run = _Pass(model, mode, tokens, critic)
+    cast = run.cast_weights
+    whole = run.saved + cast / model.layers  # beside its input, of a layer that backward does not compute again
     again = 0
     if checkpointing:
         again = math.ceil(model.layers / every_n_layers)
-    kept = model.layers * of_input + (model.layers - again) * of_whole
+    kept = model.layers * run.layer_input + (model.layers - again) * whole
     if checkpointing and offload:
-        kept -= again * of_input
-        if not full:  # the first one is the output of a frozen embedding: a leaf of the graph, which stays
-            kept += of_input
+        kept -= again * run.layer_input
+        if not run.full:  # the first one is the output of a frozen embedding: a leaf of the graph, which stays
+            kept += run.layer_input
+    layer = run.layer_backward
     # the last layer decides the peak: its backward comes first, when all others are still kept
     if not checkpointing or (model.layers - 1) % every_n_layers:
-        layer -= of_whole
+        layer -= whole
     elif offload:
-        layer += of_input
+        layer += run.layer_input
     cast *= again / model.layers
-    end, head = _of_head(
-        model, tokens, full=full, on_cpu=on_cpu, copies=on_cpu if copies_head is None else copies_head
-    )
     if critic:
         end = 4 * tokens * model.hidden  # the head's input in float32
         head = 3 * end
+    else:
+        end, head = _of_head(model, tokens, full=run.full, on_cpu=on_cpu, copies=copies_head)
     return {"kept": kept, "end of forward": cast + end, "head backward": head, "layer backward": layer}
 
 
@@ -167,27 +136,128 @@ def _residual(mode: str) -> int:
     return 2
 
 
-def _saved_for_attention(model: Model, query: int, key: int, *, full: bool, wide: bool, copies_inputs: bool) -> int:
-    """Return the bytes that autograd saves for a token in one layer, without its MLP and without the layer's input.
+@dataclass(frozen=True)
+class _Pass:
+    """Bytes of one layer in a forward and a backward pass of the policy, or of a critic."""
 
-    `query` and `key` are the sizes of all queries and of all keys of a token.
-    """
-    more_norms = model.norms - 2
-    inputs, projections = 2, 5  # inputs of projections: of queries, keys and values, and of gate and up
-    if model.experts:
-        inputs, projections = 1, 3
-    if wide:
-        return (20 + 8 * more_norms) * model.hidden + (8 + 8 * model.head_norms) * (query + key)
-    if full:  # autocast casts the input of each projection, and of a router
-        casts = projections + bool(model.experts)
-        return (12 + 2 * casts + 8 * more_norms) * model.hidden + (4 + 6 * model.head_norms) * (query + key)
-    of_hidden = 8 + 2 * inputs + 4 * more_norms
-    of_query = 4 + 4 * model.head_norms
-    of_key = of_query
-    if copies_inputs:  # autocast casts each copy back
-        of_hidden += 2 * (projections - inputs)
-        of_query += 2
-    return of_hidden * model.hidden + of_query * query + of_key * key
+    model: Model
+    mode: str
+    tokens: int
+    critic: bool
+
+    @property
+    def full(self) -> bool:
+        """True if all weights are trained."""
+        return self.mode == "full"
+
+    @property
+    def wide(self) -> bool:
+        """True if everything is computed in float32."""
+        return self.full and self.critic
+
+    @property
+    def copies_inputs(self) -> bool:
+        """True if PEFT copies the inputs of a float32 adapter in float32."""
+        return self.mode == "LoRA" and not self.critic
+
+    @property
+    def inner(self) -> int:
+        """Entries of the inner states of an MLP for a token, or of all experts that it chooses."""
+        return self.model.chosen * self.model.intermediate
+
+    @property
+    def routed(self) -> int:
+        """Entries of the hidden states that go to a token's experts; 0 for a dense model."""
+        if not self.model.experts:
+            return 0
+        return self.model.chosen * self.model.hidden
+
+    @property
+    def mlp_entry(self) -> int:
+        """Bytes of an entry of an MLP's states. Autocast leaves experts in the dtype of their weights."""
+        if self.wide or (self.full and self.model.experts):
+            return 4
+        return 2
+
+    @property
+    def layer_input(self) -> int:
+        """The input of a layer."""
+        return self.tokens * self.model.hidden * _residual(self.mode)
+
+    @property
+    def cast_weights(self) -> int:
+        """The bf16 copies of the trained float32 weights of all layers, which autocast keeps."""
+        if self.full and not self.critic:
+            return 2 * self.model.linear
+        return 0
+
+    @property
+    def saved(self) -> int:
+        """What autograd saves for a layer, without the layer's input."""
+        states = self.model.activation * self.inner + self.routed
+        if self.full or not self.model.experts:  # the linear layers of an MLP need their inputs for a gradient
+            states += self.inner + self.routed
+        return self.tokens * (self._saved_for_attention + self.mlp_entry * states)
+
+    @property
+    def _saved_for_attention(self) -> int:
+        """What autograd saves for a token in one layer, without its MLP and without the layer's input."""
+        model = self.model
+        query = model.heads * model.head_dim
+        key = model.kv_heads * model.head_dim
+        more_norms = model.norms - 2
+        inputs, projections = 2, 5  # inputs of projections: of queries, keys and values, and of gate and up
+        if model.experts:
+            inputs, projections = 1, 3
+        if self.wide:
+            return (20 + 8 * more_norms) * model.hidden + (8 + 8 * model.head_norms) * (query + key)
+        if self.full:  # autocast casts the input of each projection, and of a router
+            casts = projections + bool(model.experts)
+            return (12 + 2 * casts + 8 * more_norms) * model.hidden + (4 + 6 * model.head_norms) * (query + key)
+        of_hidden = 8 + 2 * inputs + 4 * more_norms
+        of_query = 4 + 4 * model.head_norms
+        of_key = of_query
+        if self.copies_inputs:  # autocast casts each copy back
+            of_hidden += 2 * (projections - inputs)
+            of_query += 2
+        return of_hidden * model.hidden + of_query * query + of_key * key
+
+    @property
+    def _widest(self) -> int:
+        """Entries of the largest linear layer."""
+        return max(a * b for a, b in self.model.projections)
+
+    @property
+    def _gradients(self) -> int:
+        """The most that gradients of states take at once in the backward of a layer."""
+        model, tokens = self.model, self.tokens
+        if self.full or model.experts:
+            # of the experts' inner states or of their outputs, whichever are more
+            states = max(2 * self.inner + self.routed, 3 * self.routed) + 2 * self.routed * model.expert_biases
+            gradients = tokens * (self.mlp_entry * states + (_residual(self.mode) + 2) * model.hidden)
+        elif self.copies_inputs:
+            gradients = tokens * (6 * self.inner + 10 * model.hidden)
+        else:
+            gradients = tokens * (4 * self.inner + 2 * model.hidden)
+        if self.mode == "QLoRA" and not model.experts:  # bitsandbytes dequantises one matrix at a time
+            gradients = max(gradients, 2 * self._widest + 2 * tokens * self.inner)
+        if model.norms > 2:  # the norm after an MLP has five float32 tensors, while all of the MLP is saved
+            gradients = max(gradients, 24 * tokens * model.hidden)
+        return gradients
+
+    @property
+    def layer_backward(self) -> float:
+        """The peak of the backward of a layer whose forward is computed again."""
+        model = self.model
+        if not self.full:
+            return self.saved + self._gradients
+        # a gradient before it is added, and its bf16 form under autocast
+        of_weight = 4 if self.wide else 6
+        weights = of_weight * self._widest + 4 * model.experts * model.hidden * model.intermediate
+        peak = self.saved + (self.cast_weights / model.layers + max(self._gradients, weights))
+        if model.tied and not self.critic:
+            peak += 4 * model.table  # the gradient of the head, which waits for that of the embedding
+        return peak
 
 
 def _of_head(model: Model, tokens: int, *, full: bool, on_cpu: bool, copies: bool) -> tuple[float, float]:

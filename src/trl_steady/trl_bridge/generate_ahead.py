@@ -21,7 +21,8 @@ from trl_steady.core.feature import Trainer
 from trl_steady.core.state_file import read_state, write_state
 from trl_steady.trl_bridge.patching import patched
 from trl_steady.trl_bridge.trl_state import as_trl_trainer, generation_interval, trl_class
-from trl_steady.trl_bridge.vllm import SteadyGeneration, VLLMClient
+from trl_steady.trl_bridge.vllm import SteadyGeneration
+from trl_steady.trl_bridge.vllm_client import copy_client
 
 
 class NextRollout(NamedTuple):
@@ -147,7 +148,9 @@ class PendingRequest(threading.Thread):
         self.seconds = self.waited = 0.0
         """Seconds from the request to the result, and those for which the trainer waited for it."""
         self._request = request
-        self._send = functools.partial(engine.send_request, _client_for_thread(engine.vllm_client))
+        # a session for the thread, and the name of the adapter as it is now
+        client = copy_client(engine.vllm_client, _keep_message)
+        self._send = functools.partial(engine.send_request, client)
 
     def run(self) -> None:
         """Send the request, and store the result or the error."""
@@ -187,16 +190,9 @@ class PendingRequest(threading.Thread):
         return loaded
 
 
-def _client_for_thread(client: VLLMClient) -> VLLMClient:
-    """Return a client with a session for a thread, and the name of the adapter as it is now."""
-    adapters: dict[str, Any] = {}
-    client = copy.copy(client)
-    client.session = copy.copy(client.session)
-    for prefix, adapter in cast(Mapping[str, Any], client.session.adapters).items():
-        adapters[prefix] = copy.copy(adapter)
-        adapters[prefix].max_retries = adapter.max_retries.new(raise_on_status=False)  # TRL shows the server's message
-    vars(client.session)["adapters"] = adapters
-    return client
+def _keep_message(adapter: Any) -> None:
+    """Let TRL show a server's message. urllib3 would raise an error of its own after the last try."""
+    adapter.max_retries = adapter.max_retries.new(raise_on_status=False)
 
 
 def respond_with(

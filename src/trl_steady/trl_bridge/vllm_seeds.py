@@ -7,10 +7,11 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from trl_steady.core.feature import Trainer
 from trl_steady.trl_bridge.patching import patched
+from trl_steady.trl_bridge.vllm_client import copy_client
 
 if TYPE_CHECKING:
     from trl.generation.vllm_client import VLLMClient
@@ -42,17 +43,10 @@ def with_seeds(generate: Callable[..., Any], first_seed: int) -> Callable[..., A
 
 def client_for(client: VLLMClient, request: Mapping[str, Any]) -> VLLMClient:
     """Return a copy of a client that can `ask` this request. Its attributes may be replaced."""
-    client = copy.copy(client)
     if FIRST_SEED not in request:
-        return client
+        return copy.copy(client)
     connections = len(request["prompts"])  # requests logs a warning for each one more than it keeps
-    adapters: dict[str, Any] = {}
-    client.session = copy.copy(client.session)
-    for prefix, adapter in cast(Mapping[str, Any], client.session.adapters).items():
-        adapters[prefix] = copy.copy(adapter)
-        adapters[prefix].init_poolmanager(connections, connections)
-    vars(client.session)["adapters"] = adapters
-    return client
+    return copy_client(client, lambda adapter: adapter.init_poolmanager(connections, connections))
 
 
 def ask(client: VLLMClient, request: Mapping[str, Any]) -> dict[str, Any]:
