@@ -142,7 +142,7 @@ def test_each_alias_says_what_it_is() -> None:
     for framework, raw in names():
         alias = framework.names[raw]
         assert alias.unit in units and alias.of and alias.since and alias.source, (framework.name, raw)
-        assert {*alias.flags} <= {"sum", "kept_only"}
+        assert {*alias.flags} <= {"sum", "kept_only", "k1"}
 
 
 def test_aliases_lead_to_metrics_that_a_report_reads() -> None:

@@ -303,6 +303,49 @@ def test_the_log_of_a_loop_that_somebody_has_written_is_no_log_of_prime_rl(tmp_p
     assert [each.symptom.name for each in diagnose(run)[0]] == ["kl-explodes"]
 
 
+def tinker_metrics(step: int) -> Row:
+    """Return metrics with the names and the order of tinker-cookbook 0.6.1, of a policy that is lost after a while."""
+    reward = 0.7 if step < 20 else 0.05
+    return {
+        "progress/batch": step, "optim/lr": 4e-4, "env/all/ac_tokens_per_turn": 120.0, "env/all/reward/total": reward,
+        "env/all/by_group/frac_mixed": 0.75, "env/all/by_group/frac_all_good": 0.25,
+        "env/all/by_group/frac_all_bad": 0.0, "kl_policy_base": 0.01 * step - 1e-4, "optim/kl_sample_train_v1": -1e-3,
+        "optim/kl_sample_train_v2": 2e-3, "optim/entropy": 0.4, "time/total": 30.0,
+    }  # fmt: skip
+
+
+def tinker_lines(step: int) -> str:
+    """A row of `metrics.jsonl`."""
+    return json.dumps({"step": step, **tinker_metrics(step)})
+
+
+def tinker_box(step: int) -> str:
+    """What the console has. The loop of asynchronous training has no `progress/batch`."""
+    values = {name: value for name, value in tinker_metrics(step).items() if name != "progress/batch"}
+    lines = [
+        f"ml_log:317 [INFO]\n{f'Step {step}':^47}",
+        f"┏{'━' * 31}┳{'━' * 13}┓",
+        f"┃ {'Metric':29} ┃ Value       ┃",
+    ]
+    lines.append(f"┡{'━' * 31}╇{'━' * 13}┩")
+    lines += [f"│ {name:29} │ {value:<11.6f} │" for name, value in sorted(values.items())]
+    return "\n".join([*lines, f"└{'─' * 31}┴{'─' * 13}┘"])
+
+
+@pytest.mark.parametrize("written", [tinker_lines, tinker_box])
+def test_a_log_of_the_tinker_cookbook_is_read(tmp_path: Path, written: Callable[[int], str]) -> None:
+    file = tmp_path / "metrics"
+    file.write_text("\n".join(written(step) for step in range(60)))
+    run = History.read(file)
+    assert (run.framework, run.last_step) == ("Tinker cookbook", 59)
+    assert run["reward"].steps.tolist() == [*range(60)]
+    first = {key: run[key].values[0] for key in ("frac_reward_zero_std", "kl", "mismatch/kl", "step_time")}
+    assert first == {"frac_reward_zero_std": 0.25, "kl": -1e-4, "mismatch/kl": 2e-3, "step_time": 30.0}
+    finding = diagnose(run)[0][0]
+    assert (finding.symptom.name, finding.since) == ("reward-falls", 20)
+    assert "kl_penalty_coef" in finding.advice and "beta" not in finding.advice
+
+
 @pytest.mark.parametrize("columns", ["loss/train,loss/val,lr", "optim/grad_norm,train/CE loss,optim/lr"])
 def test_a_log_without_metrics_of_answers_is_none_of_another_framework(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], columns: str

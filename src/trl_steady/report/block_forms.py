@@ -45,20 +45,30 @@ class Block:
         self._values = {}
 
 
+_TITLE = re.compile(r"\s*Step (\d+)\s*$")
 _STEPS = ("step", "steps", "global_step", "training step", "iteration")
-_LINES = re.compile(r"[\s|:+─━═┼╋┿│┃╭╮╰╯┌┐└┘├┤┬┴┏┓┗┛┡┩╇╈-]+$")
+_LINES = re.compile(r"[\s|:+─━═┼╋┿│┃╭╮╰╯┌┐└┘├┤┬┴┏┓┗┛┡┩╇╈┳┻┠┨-]+$")
 
 
 class Table:
-    """Rows below a row of names that begins with "Step", and boxes with a name and a number in each row."""
+    """Rows below a row of names that begins with "Step", and boxes with a name and a number in each row.
+
+    A box may have a title: a line above it with the step alone, such as `Step 2`.
+    """
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._box: dict[str, float] = {}
+        self._step: int | None = None
 
     def take(self, line: str) -> Iterator[Record]:
         """Read a line, and yield the records that it ends."""
         if _LINES.match(line):  # a rule between rows
+            return
+        title = _TITLE.match(line)
+        if title is not None:
+            yield from self.end()
+            self._step = int(title[1])
             return
         columns = _columns(line)
         if len(columns) > 2 and columns[0].lower() in _STEPS and number(columns[1]) is None:
@@ -71,6 +81,8 @@ class Table:
                 return
         if len(columns) == 2 and line.lstrip()[:1] in "|│┃":
             value = number(columns[1])
+            if value is None and not self._box:  # the names of both columns, below the title
+                return
             if value is not None:
                 if columns[0] in self._box:
                     yield from self.end()
@@ -81,8 +93,10 @@ class Table:
     def end(self) -> Iterator[Record]:
         """Yield the record that is left."""
         if len(self._box) > 2:
-            yield Record("box", "", None, self._box)
+            label = "" if self._step is None else "Step"
+            yield Record("box", label, self._step, self._box)
         self._box = {}
+        self._step = None
 
 
 def _columns(line: str) -> list[str]:

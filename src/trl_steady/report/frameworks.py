@@ -31,8 +31,13 @@ class Alias(NamedTuple):
     since: str
     source: str
     scale: float = 1.0
+    offset: float = 0.0
     flags: Sequence[str] = ()
     """The flag that `History` has for the values."""
+
+    def convert(self, value: float) -> float:
+        """Return a value as ours."""
+        return self.offset + self.scale * value
 
 
 class Framework(NamedTuple):

@@ -70,7 +70,8 @@ def read_records(records: Iterable[Record]) -> Log:
     flags = metrics.flags(rows)
     merged = merged_by_step(rows)
     has_negative_kl = any(row.get("kl", 0.0) < -1e-6 for row in merged)
-    if has_negative_kl and (framework is not TRL or names.keys().isdisjoint(("kl", "train/kl"))):
+    is_another_estimate = framework is not TRL or names.keys().isdisjoint(("kl", "train/kl"))
+    if has_negative_kl and is_another_estimate and "k1" not in flags.get("kl", ()):
         remarks.append("kl is negative, so it is k1, and is not read")
         for row in merged:
             row.pop("kl", None)

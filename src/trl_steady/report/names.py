@@ -60,7 +60,7 @@ class Names:
             else:
                 self._ours[raw] = f"{framework.name}:{raw}"
         self._step_of_rows = self._usual_step(records)
-        self._scaled = {raw: alias.scale for raw, alias in self._read.items() if alias.scale != 1}
+        self._converted = [raw for raw, alias in self._read.items() if (alias.offset, alias.scale) != (0, 1)]
 
     def _best(self) -> dict[str, Alias]:
         """Return raw name -> alias, one for each of our names."""
@@ -117,7 +117,7 @@ class Names:
             for other in others:
                 value = record.values.get(other.raw)
                 if value is not None and not isinstance(value, Rounded):
-                    values[ours] = value * other.scale
+                    values[ours] = other.convert(value)
                     break
 
     def row(self, record: Record, place: int) -> Row | None:
@@ -127,9 +127,9 @@ class Names:
         for raw, value in record.values.items():
             if not isinstance(value, Rounded) or ours[raw] not in FINE:
                 values[ours[raw]] = value
-        for raw, scale in self._scaled.items():
+        for raw in self._converted:
             if ours[raw] in values:
-                values[ours[raw]] *= scale
+                values[ours[raw]] = self._read[raw].convert(values[ours[raw]])
         self._fill(values, record)
         outcomes = OUTCOMES & values.keys()
         if record.is_cut and outcomes and outcomes <= _FIRST:
