@@ -323,7 +323,8 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, options:
     [
         (
             ON_POLICY,
-            r"loss_type='gspo' has no effect because each rollout is used for one update.* Raise steps_per_generation",
+            r"loss_type='gspo' has no effect because each rollout is used for one update.* Raise steps_per_gener.*"
+            r", or set loss_type='grpo', which then trains the same\.",
         ),
         (
             {**ON_POLICY, "router_replay": "R2", "loss_type": "grpo"},
@@ -366,7 +367,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, options:
         ({"vllm_adapter_sync": True}, r"vllm_adapter_sync=True has no effect because use_vllm=False"),
         (
             {**ON_POLICY, "loss_type": "dppo"},
-            r"loss_type='dppo' has no effect because each rollout .*unless a rollout_func",
+            r"loss_type='dppo' has no effect because each rollout .*unless a rollout_func.*set loss_type='dr_grpo'",
         ),
         (
             {**ON_POLICY, "loss_type": "grpo", "sampler_penalty": 0.1},
@@ -427,6 +428,21 @@ def warned(tmp_path: Path, **options: Any) -> list[str]:
         warnings.simplefilter("always")
         config(tmp_path, **options)
     return [str(w.message) for w in caught if w.category is UserWarning]
+
+
+def test_a_config_can_be_looked_at_without_a_trainer(tmp_path: Path) -> None:
+    args = config(tmp_path)
+    assert not hasattr(args, "place_model_on_device") and dict(inspect.getmembers(args))["loss_type"] == "dapo"
+    with pytest.raises(ValueError, match="a trainer that is not trl-steady's"):
+        getattr(args, "place_model_on_device")  # noqa: B009
+
+
+def test_top_k_of_none_is_refused_wherever_it_stands(tmp_path: Path) -> None:
+    """transformers would take the model's, or 50."""
+    for options in ({"top_k": None}, {"top_k": 20, "generation_kwargs": {"top_k": None}}):
+        with pytest.raises(ValueError, match=r"top_k=None: transformers takes it for 50"):
+            config(tmp_path, **options)
+    config(tmp_path, top_k=None, generation_kwargs={"top_k": 20})
 
 
 def test_a_limit_of_the_kl_needs_a_kl_that_is_measured(tmp_path: Path) -> None:

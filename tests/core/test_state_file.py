@@ -38,6 +38,7 @@ class Weird:
         return "weird"
 
 
+RECORDS = np.rec.fromrecords([(1, 0.5), (2, 1.5)], names="a,b")  # as `df.to_records()`
 KEPT: list[Any] = [
     *(None, True, 3, 0.1, 1 + 2j, "text", b"bytes", bytearray(b"more"), Path("a") / "b"),
     *(np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True), np.str_("text"), np.datetime64("2020-01-02")),
@@ -70,6 +71,10 @@ def loaded(value: Any, folder: Path) -> Any:
         ({frozenset({1}), range(2)}, {(1,), (0, 1)}),
         ({frozenset({1}): "a", (frozenset({2}), 3): "b"}, {(1,): "a", ((2,), 3): "b"}),
         (np.array([None, Path("a")], dtype=object), [None, Path("a")]),
+        (RECORDS[0], (1, 0.5)),
+        (RECORDS, [(1, 0.5), (2, 1.5)]),
+        (np.asarray(RECORDS), [(1, 0.5), (2, 1.5)]),
+        (torch.eye(2).to_sparse(), torch.eye(2)),
         (torch.ones(2).as_subclass(Vector), torch.ones(2)),
         (torch.ones(2, requires_grad=True) * 2, torch.full((2,), 2.0)),
     ],

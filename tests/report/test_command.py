@@ -273,6 +273,26 @@ def test_a_log_that_is_still_written_is_no_run_that_is_over(tmp_path: Path) -> N
     assert History.read(file).is_over
 
 
+def test_a_checkpoint_of_a_run_that_goes_on_is_no_run_that_is_over(tmp_path: Path) -> None:
+    """Four rewards of 0 are no reward function that never varies, in a state, or in a log beside it."""
+    rows = [{"step": step, "reward": 0.0, "loss": 0.0, "reward_std": 0.0} for step in range(1, 5)]
+    state = tmp_path / "checkpoint-4" / "trainer_state.json"
+    state.parent.mkdir()
+    state.write_text(json.dumps({"log_history": rows, "max_steps": 1000, "global_step": 4}))
+    for _ in range(2):
+        run = History.read(tmp_path)
+        assert not run.is_over and "critical" not in {each.symptom.level for each in diagnose(run)[0]}
+        later = [*rows, {**rows[0], "step": 5}]
+        lines = [f"{ {**row, 'completions/mean_length': 9.0} }" for row in later]
+        (tmp_path / "train.log").write_text("\n".join([*lines, " 1%|  | 5/1000 [0:01<0:02]"]))
+    assert run.last_step == 5
+    for file in (state, tmp_path / "train.log"):
+        os.utime(file, (0, 0))
+    assert History.read(tmp_path).is_over
+    state.write_text(json.dumps({"log_history": rows, "max_steps": 4, "global_step": 4}))
+    assert History.read(state).is_over
+
+
 def test_bytes_of_other_encodings_are_read(tmp_path: Path) -> None:
     text = log_of(tmp_path, "log", range(1, 9)).read_text()
     for content in (

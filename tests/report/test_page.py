@@ -283,6 +283,8 @@ def test_runs_are_compared_seed_by_seed() -> None:
     runs = compare.by_name({path: run(end) for path, end in paths.items()})
     assert {name: sorted(seeds) for name, seeds in runs.items()} == {"a": [0, 1], "b": [0, 1, 2]}
     assert [*compare.by_name({"a-seed0": run(0.1), "a/seed0": run(0.2)})] == ["a", "a/seed0"]  # none is lost
+    for paths in (["a-seed0", "a"], ["a", "a-seed0"]):
+        assert [*compare.by_name({path: run(0.1) for path in paths})] == paths
     figure, found = compare.compared(runs)
     assert figure == "reward" and found["b"].seeds == 3
     assert found["a"].mean == pytest.approx(0.3) and found["b"].mean == pytest.approx(0.6)

@@ -1,15 +1,21 @@
 """With nothing of ours switched on, our trainer is TRL's: same parameters and metrics, bit for bit."""
 
+import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import trl_steady
 from tests.tools import tiny
 from tests.tools.cases import cases
 from tests.tools.losses import NATIVE_LOSS_TYPES
+from trl_steady.losses import LOSSES
+
+ON_POLICY = {"steps_per_generation": 1, "gradient_accumulation_steps": 1}
 
 
 def _settings() -> Iterator[tuple[str, float, int, int, str, bool]]:
@@ -58,3 +64,25 @@ def test_everything_off_is_trl_bit_for_bit(
     assert after.keys() == expected.keys() == before.keys()
     assert all(torch.equal(after[name], expected[name]) for name in after)
     assert not all(torch.equal(after[name], before[name]) for name in after)
+
+
+@pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if loss.is_ours])
+def test_with_one_update_per_rollout_a_loss_trains_as_its_warning_says(
+    models: dict[str, Path], tmp_path: Path, loss_type: str
+) -> None:
+    """TRL's default would train something else: some of our losses reduce tokens otherwise."""
+    options: dict[str, Any] = {"optim": "sgd", "learning_rate": 1.0, "max_steps": 1, "max_grad_norm": 0.0}
+    options |= {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "beta": 0.04}
+    config = trl_steady.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, loss_type=loss_type, **ON_POLICY)
+    said = re.search(r"set loss_type='(\w+)', which then trains the same", config.idle_options["loss_type"])
+    assert said is not None
+    before = tiny.parameters(tiny.trainer(models["dense"], tmp_path, **options))
+    changes: dict[str, torch.Tensor] = {}
+    for each in (loss_type, said[1], "dapo"):
+        after = tiny.parameters(tiny.train(tiny.trainer(models["dense"], tmp_path, loss_type=each, **options)))
+        changes[each] = torch.cat([(after[name] - value).flatten() for name, value in before.items()]).double()
+    own = changes[loss_type]
+    scale = float(own.norm())
+    assert scale > 0 and float((changes[said[1]] - own).norm()) < 1e-4 * scale  # float32, and another order of sums
+    if said[1] != "dapo":
+        assert float((changes["dapo"] - own).norm()) > 0.05 * scale

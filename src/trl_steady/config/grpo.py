@@ -180,10 +180,11 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     def _idle_because(self) -> dict[str, Idle | None]:
         reasons = super()._idle_because()
         loss_type = f"loss_type={self.loss_type!r}"
-        if self.loss.to_sampler:
-            reasons["loss_type"] = self._why_on_sampler
-        elif self.loss.is_ours:
-            reasons["loss_type"] = self._why_on_policy
+        if self.loss.is_ours:
+            why = self._why_on_sampler if self.loss.to_sampler else self._why_on_policy
+            if why is not None:  # TRL's default reduces tokens otherwise than some of our losses
+                why = why._replace(instead=f"set loss_type={self.loss.trl_loss!r}, which then trains the same")
+            reasons["loss_type"] = why
         for name, own_loss in (("dppo_divergence", "dppo"), ("m2po_budget", "m2po")):
             if self.loss_type != own_loss:
                 reasons[name] = Idle(loss_type, f"Set loss_type={own_loss!r}")

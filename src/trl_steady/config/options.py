@@ -254,7 +254,9 @@ class Idle(NamedTuple):
 
     because: str
     fix: str
-    """The start of a sentence, such as "Set beta above 0"; "" if nothing but leaving it unset helps."""
+    """The start of a sentence, such as "Set beta above 0"; "" if nothing but `instead` helps."""
+    instead: str = "leave it unset"
+    """What trains the same as now."""
 
 
 def why_disabled(config: object, *names: str) -> Idle | None:

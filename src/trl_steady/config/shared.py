@@ -39,6 +39,13 @@ _OVER_ALL_SEQUENCES: dict[str, object] = {"beta": 0.0, "sampler_penalty": 0.0, *
 _KL_IN_REWARD = {"RLOO": "beta", "PPO": "kl_coef"}
 
 
+class ForeignTrainerError(ValueError, AttributeError):
+    """A config was given to a trainer that is not trl-steady's.
+
+    As an AttributeError, it lets `hasattr` and `inspect.getmembers` look at a config without a trainer.
+    """
+
+
 @dataclass
 class SharedOptions(EvaluationOptions):
     """Options of every trainer of trl-steady, in addition to those of TRL's config."""
@@ -205,7 +212,8 @@ class SharedOptions(EvaluationOptions):
                 "Set num_generations to 2 or more."
             )
         # the other options would read it as no filter
-        if self.top_k is None:  # pyright: ignore[reportUnnecessaryComparison]
+        of_kwargs = cast(dict[str, Any] | None, self.generation_kwargs) or {}
+        if of_kwargs.get("top_k", self.top_k) is None:
             yield "top_k=None: transformers takes it for 50. Set top_k=0 for no top-k filter."
         if self.keep_sampling_mask and self.use_vllm:
             top_k = self.sampling.get("top_k", 0)
@@ -243,9 +251,9 @@ class SharedOptions(EvaluationOptions):
             default = getattr(type(self), name)
             if idle is None or value is None or value is False or value == default:
                 continue
-            fix = "Leave it unset"
+            fix = idle.instead.capitalize()
             if idle.fix:
-                fix = f"{idle.fix}, or leave it unset"
+                fix = f"{idle.fix}, or {idle.instead}"
             messages[name] = f"{name}={value!r} has no effect because {idle.because}. {fix}."
         return messages
 
@@ -265,7 +273,10 @@ class SharedOptions(EvaluationOptions):
         if self.router_replay == "R2":
             reasons["router_replay"] = self._why_on_policy
         if not self.truncations:
-            reasons["keep_sampling_mask"] = Idle("top_p, top_k and min_p keep every token", "Set top_p below 1")
+            keep = "top_p, top_k and min_p keep every token"
+            if not self.use_vllm:
+                keep = f"{keep}, unless the model's generation_config excludes some"
+            reasons["keep_sampling_mask"] = Idle(keep, "Set top_p below 1")
         if self.fp16 and self.deepspeed_plugin is not None:
             because = "fp16=True with DeepSpeed, whose loss scaler leaves such steps out and does not tell"
             reasons["skip_nonfinite_steps"] = Idle(because, "Set bf16=True")
@@ -315,10 +326,10 @@ class SharedOptions(EvaluationOptions):
         """As in transformers, whose trainers read it when they are built.
 
         Raises:
-            ValueError: The trainer is not trl-steady's and would ignore trl-steady's options.
+            ForeignTrainerError: The trainer is not trl-steady's and would ignore trl-steady's options.
         """
         if not self.is_of_our_trainer:
-            raise ValueError(
+            raise ForeignTrainerError(
                 f"a trainer that is not trl-steady's got a trl_steady.{self.METHOD}Config and would ignore its "
                 f"options. Use both: from trl_steady import {self.METHOD}Config, {self.METHOD}Trainer. Derive a "
                 f"trainer of your own from trl_steady.{self.METHOD}Trainer."

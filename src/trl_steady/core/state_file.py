@@ -38,12 +38,17 @@ def read_state(file: Path, device: str) -> Any:
 
 def _loadable(value: object) -> object:
     """Return a value in types that `read_state` takes, such as a dict for any mapping."""
-    if type(value) in _KEPT or isinstance(value, np.generic):
+    if type(value) in _KEPT:
         return value
     if isinstance(value, Tensor):
-        return value.detach().as_subclass(Tensor)
-    if isinstance(value, np.ndarray):
-        return _loadable(value.tolist()) if value.dtype.hasobject else np.asarray(value)
+        value = value.detach()
+        if value.layout != torch.strided:
+            value = value.to_dense()
+        return value.as_subclass(Tensor)
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype.hasobject or value.dtype.names:  # records become tuples
+            return _loadable(value.tolist())
+        return value if isinstance(value, np.generic) else np.asarray(value)
     for kind in _NUMBERS_AND_TEXT:
         if isinstance(value, kind):  # an enum, for example
             return kind(*kind.__getnewargs__(value))

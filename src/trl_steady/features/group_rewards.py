@@ -80,11 +80,11 @@ class GroupRewards(Feature):
 
     def __init__(self, trainer: Trainer, args: SharedOptions) -> None:
         super().__init__(trainer, args)
-        self._judged: dict[GroupReward, list[Any]] = {}  # rewards that TRL has not asked for yet
+        self._judged: dict[GroupReward, list[list[Any]]] = {}  # rewards, once for each time that TRL will ask for them
 
     @property
     def functions(self) -> list[GroupReward]:
-        """The reward functions that judge groups."""
+        """The reward functions that judge groups. One may stand several times in `reward_funcs`."""
         return [function for function in self.trainer.reward_funcs if isinstance(function, GroupReward)]
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
@@ -103,9 +103,10 @@ class GroupRewards(Feature):
         self, functions: Sequence[GroupReward], function: GroupReward, arguments: Mapping[str, Any]
     ) -> list[Any]:
         """Return the rewards (n,) of one function. TRL calls one after the other; the first call judges for all."""
-        if function not in self._judged:
-            self._judged = self._judge(functions, arguments)
-        return self._judged.pop(function)
+        if not self._judged.get(function):
+            for judged, rewards in self._judge(list(dict.fromkeys(functions)), arguments).items():
+                self._judged[judged] = [rewards] * functions.count(judged)
+        return self._judged[function].pop()
 
     def _judge(self, functions: Sequence[GroupReward], arguments: Mapping[str, Any]) -> dict[GroupReward, list[Any]]:
         """Return the rewards (n,) by function of this process's completions. Every process must call this method."""

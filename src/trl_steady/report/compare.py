@@ -8,6 +8,7 @@ import numpy as np
 
 from trl_steady.report.history import History
 
+_SEED = re.compile(r"(.*?)[-_./ ]*seed[-_ ]?(\d+)(?:\.json)?/*")
 _ENDPOINTS = ("held-out greedy accuracy", "eval_reward", "reward")
 
 
@@ -27,13 +28,17 @@ def interval(gains: np.ndarray) -> tuple[float, float]:
 
 
 def by_name(runs: Mapping[str, History]) -> dict[str, dict[int, History]]:
-    """Return name -> seed -> run, from path -> run. A path that ends with `seed3` is the run with seed 3 of a name."""
+    """Return name -> seed -> run, from path -> run. A path that ends with `seed3` is the run with seed 3 of a name.
+
+    A run whose name and seed another has keeps its whole path as its name.
+    """
     named: dict[str, dict[int, History]] = {}
+    matches = {path: _SEED.fullmatch(path) for path in runs}
     for path, run in runs.items():
+        match = matches[path]
         name = path
         seed = 0
-        match = re.fullmatch(r"(.*?)[-_./ ]*seed[-_ ]?(\d+)(?:\.json)?/*", path)
-        if match and int(match[2]) not in named.get(match[1], {}):
+        if match and match[1] not in runs and int(match[2]) not in named.get(match[1], {}):
             name = match[1]
             seed = int(match[2])
         named.setdefault(name, {})[seed] = run

@@ -133,7 +133,8 @@ def _with_later_rows(found: Reading, logs: Mapping[Path, Reading]) -> Reading:
         later = [row for row in log.rows if _step(row) > last]
         if later and _agree(found.rows, log.rows):
             remark = f"the steps after {last} are from {file.name}"
-            return found._replace(rows=[*found.rows, *later], remarks=[*found.remarks, remark, *log.remarks])
+            remarks = [*found.remarks, remark, *log.remarks]
+            return found._replace(rows=[*found.rows, *later], remarks=remarks, is_over=log.is_over)
     return found
 
 
@@ -160,7 +161,8 @@ def _read_file(file: Path) -> Reading:
         return found
     planned = found.run.get("settings", {}).get("max_steps", 0)
     is_new = time.time() - file.stat().st_mtime < _LIVE
-    if file.name != _STATE and is_new and found.rows and planned > _step(found.rows[-1]):
+    is_moved = file.name == _STATE and not file.parent.name.startswith("checkpoint-")  # out of its checkpoint
+    if is_new and not is_moved and found.rows and planned > _step(found.rows[-1]):
         remark = "the file is new, so the run may go on"
         return found._replace(is_over=False, remarks=[*found.remarks, remark])
     return found

@@ -38,6 +38,18 @@ def test_a_function_gets_each_group_once_and_trains_as_a_plain_one(
     assert len({reward for kept in own.kept for (reward,) in kept.rewards}) > 2
 
 
+def test_a_function_that_stands_twice_judges_each_group_once(models: dict[str, Path], tmp_path: Path) -> None:
+    """The calls may cost money, and its rewards count twice."""
+    judge = Judge()
+    twice = [GroupReward(judge)] * 2
+    trainer = tiny.train(build(models["dense"], tmp_path, twice, max_steps=2))
+    assert len(judge.calls) == 4 * len(trainer.kept)
+    ids = [completion for kept in trainer.kept for completion in kept.ids]
+    expected = [ranks(ids[start : start + 4]) for start in range(0, len(ids), 4)]
+    rewards = [row for kept in trainer.kept for row in kept.rewards]
+    assert rewards == [[reward, reward] for group in expected for reward in group]
+
+
 def test_an_evaluation_has_groups_of_its_own_size(models: dict[str, Path], tmp_path: Path) -> None:
     judge = Judge()
     options = {"num_generations_eval": 2, "per_device_eval_batch_size": 6, "build": {"eval_dataset": ALIKE}}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from peft import PromptTuningConfig
+from transformers import AutoModelForCausalLM
 
 import trl_steady
 from tests.features.sampling_mask.tools import Sampled, build
@@ -117,6 +118,30 @@ def test_the_trainer_warns_of_truncated_sampling_without_the_option(
         tiny.trainer(models["dense"], tmp_path, keep_sampling_mask=is_on, **options)
     messages = [str(each.message).partition(")")[0] for each in found if "leaves tokens out" in str(each.message)]
     assert messages == ([] if is_on else ["sampling leaves tokens out (min_p=0.3, typical_p=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("of_model", "options", "said"),
+    [
+        ({"min_p": 0.3}, {}, "min_p=0.3 of the model's generation_config"),
+        ({"no_repeat_ngram_size": 2}, {}, "no_repeat_ngram_size=2 of the model's generation_config"),
+        ({"min_p": 0.3}, {"min_p": 0.0}, ""),  # as is top_k, which TRL always sets
+        ({"top_k": 20}, {}, ""),
+    ],
+)
+def test_truncation_in_the_models_own_settings_is_seen(
+    models: dict[str, Path], tmp_path: Path, of_model: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    """Generation takes them where no option is set."""
+    model = AutoModelForCausalLM.from_pretrained(models["dense"])
+    model.generation_config.update(**of_model)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer = tiny.trainer(model, tmp_path, **options)
+    messages = [str(each.message) for each in found if "leaves tokens out" in str(each.message)]
+    assert [f"({said})" in message for message in messages] == [True] * bool(said)
+    acting = model._prepare_generation_config(trainer.generation_config)[0]
+    assert {name: getattr(acting, name) for name in of_model} == (of_model if said else dict.fromkeys(of_model, 0))
 
 
 def test_several_completions_of_one_prompt_are_refused(models: dict[str, Path], tmp_path: Path) -> None:

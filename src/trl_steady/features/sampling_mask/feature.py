@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
+from trl_steady.config.sampling import TRUNCATIONS
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import EngineExtra
 from trl_steady.core.feature import Feature
@@ -66,9 +67,10 @@ class SamplingMask(Feature):
         args = self.args
         model = trainer.model
         if not args.keep_sampling_mask:
-            if args.truncations and trainer.accelerator.is_main_process:
+            truncations = self._truncations()
+            if truncations and trainer.accelerator.is_main_process:
                 self.warn(
-                    f"sampling leaves tokens out ({', '.join(args.truncations)}), and log-probs are of the whole "
+                    f"sampling leaves tokens out ({', '.join(truncations)}), and log-probs are of the whole "
                     "vocabulary. Updates train another distribution than the sampled one. Set "
                     "keep_sampling_mask=True, or sample from the whole vocabulary."
                 )
@@ -79,6 +81,21 @@ class SamplingMask(Feature):
             self.refuse(_OPTION, "prompt learning shifts tokens against labels")
         if trainer.rollout_func is not None:
             self.refuse(_OPTION, "a rollout_func returns no kept tokens")
+
+    def _truncations(self) -> list[str]:
+        """Return the settings that exclude tokens from sampling.
+
+        transformers takes what no option sets from the model's generation_config, as `min_p` by default.
+        """
+        settings = self.args.truncations
+        if self.trainer.use_vllm or self.trainer.rollout_func is not None:
+            return settings
+        of_model = getattr(models.bare(self.trainer, self.trainer.model), "generation_config", None)
+        for name, excludes in TRUNCATIONS.items():
+            value = getattr(of_model, name, None)
+            if value is not None and name not in self.args.sampling and excludes(value):
+                settings.append(f"{name}={value!r} of the model's generation_config")
+        return settings
 
     # a rollout
 
@@ -133,7 +150,7 @@ class SamplingMask(Feature):
         )
         without = int((~has_set).sum())
         may_warn = not self._has_warned and self.trainer.accelerator.is_main_process
-        if without and self.args.truncations and may_warn:
+        if without and may_warn and self._truncations():
             self._has_warned = True
             self.warn(
                 f"{without} of {len(counts)} tokens were sampled among more than {MAX_CANDIDATES} tokens or among "
