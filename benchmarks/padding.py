@@ -15,7 +15,6 @@ The round before the first is not timed: in it tokens, memory, loss and gradient
 
 import argparse
 import contextlib
-import json
 import math
 import statistics
 import sys
@@ -32,6 +31,7 @@ import trl_steady
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import measuring
+from benchmarks.gpu import block
 from benchmarks.gpu.block import Figure
 from benchmarks.measuring import CUDA
 from trl_steady.trl_bridge.patching import patched
@@ -336,7 +336,7 @@ def main() -> None:
     report(results)
     results["figures"] = [each._asdict() for each in figures(results)]
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        block.save(options.json, results)
 
 
 if __name__ == "__main__":

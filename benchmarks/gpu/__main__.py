@@ -7,6 +7,7 @@ outputs/gpu. Nothing is sent anywhere. This file needs Python alone; the parts n
 
 import argparse
 import ctypes
+import importlib.util
 import os
 import shutil
 import signal
@@ -22,6 +23,8 @@ from benchmarks.gpu.run import FAILED, NO_DEVICE, Run
 CUDA = 13000  # that of the packages in constraints.txt
 CAPABILITY = (7, 5)  # the lowest of torch's builds for it
 _MAJOR, _MINOR = 75, 76  # numbers of cuDeviceGetAttribute
+_PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+_INSTALL = f"For example: apt install gcc {_PYTHON}-dev {_PYTHON}-venv"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,11 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="run all that a CPU can, in small sizes")
     parser.add_argument("--check", action="store_true", help="only say whether there is a GPU")
+    parser.add_argument("--installed", action="store_true", help="with --check: torch is installed already")
     parser.add_argument("--accept", metavar="FILE", help="only say whether a file has a whole block; - is stdin")
     options = parser.parse_args(arguments)
     if options.accept:
         return accepted(options.accept)
-    problem = "" if options.rehearse else missing(driver())
+    problem = "" if options.rehearse else missing(driver(), installed=options.installed)
     if problem:
         print(f"make gpu: {problem}", file=sys.stderr)
         return NO_DEVICE
@@ -70,26 +74,29 @@ def driver() -> Driver:
     return Driver(count.value, version.value, (major.value, minor.value))
 
 
-def missing(found: Driver) -> str:
-    """Return why `make gpu` would fail here, before anything is installed; "" if nothing is known."""
+def missing(found: Driver, *, installed: bool = False) -> str:
+    """Return why `make gpu` would fail here, before anything is installed; "" if nothing is known.
+
+    `installed`: a build of torch is there already, perhaps for an older CUDA.
+    """
     if not found.devices:
         return "the CUDA driver (libcuda.so.1) finds no device here, so nothing runs."
-    if found.version < CUDA and not os.environ.get("PIP_FLAGS"):
+    is_own_build = installed or bool(os.environ.get("PIP_FLAGS"))  # of torch
+    if found.version < CUDA and not is_own_build:
         return (
             f"torch on PyPI is built for CUDA {CUDA // 1000}, and this driver runs CUDA {found.version // 1000}."
             f"{found.version % 1000 // 10}. Update the driver, or install another build: "
             'make gpu PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cu126"'
         )
-    if found.capability < CAPABILITY:
+    if found.capability < CAPABILITY and not is_own_build:
         return f"the GPU has compute capability {_dotted(found.capability)}, and torch needs {_dotted(CAPABILITY)}."
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return "Triton compiles when it starts, and there is no gcc. For example: apt install gcc python3-dev"
+        return f"Triton compiles when it starts, and there is no gcc. {_INSTALL}"
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        return (
-            f"Triton compiles when it starts, and there is no Python.h. For example: apt install python{version}-dev"
-        )
+        return f"Triton compiles when it starts, and there is no Python.h. {_INSTALL}"
+    if importlib.util.find_spec("ensurepip") is None and not installed:  # Debian has it in a package of its own
+        return f"Python cannot make a virtual environment: it has no ensurepip. {_INSTALL}"
     return ""
 
 

@@ -36,6 +36,7 @@ def build(mode: str, folder: Path, *, small: bool) -> Any:
     options = models.options("nf4" if mode == MODES[2] else "bf16")
     if mode != MODES[0]:
         parts["peft_config"] = LoraConfig(**models.LORA)
+        options["model_init_kwargs"]["dtype"] = "bfloat16"  # that of the base, as in docs/memory.md
     return measuring.build(
         trl_steady,
         str(folder),

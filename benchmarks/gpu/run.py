@@ -23,7 +23,9 @@ OUTPUTS = ROOT / "outputs"
 MINUTES = 15
 PATIENCE = 6  # times as long for a rehearsal, whose machine may be slow or busy
 _LONGEST_NOTE = 300  # a terminal that breaks lines would break the block
+_MEMORY = 15 * 2**30  # bytes; a card of 16 GB shows a little less
 LEAST = 10  # seconds; no part starts with fewer
+_ENDED_BY = "ended by"
 NO_DEVICE = 3  # exit status
 FAILED = 1
 
@@ -53,6 +55,9 @@ class Run:
         self._announce()
         status = 0
         try:
+            if not self.rehearse:  # once for all parts, whose limits have no time for it
+                unpack = ["-c", "from benchmarks import measuring; measuring.unpacked()"]
+                run_python(unpack, self.environment, self.folder / "unpack.log", limit=120)
             for work in PARTS:
                 part = self._ended(work)
                 self._keep(part)
@@ -62,8 +67,8 @@ class Run:
             status = 130
         text = block.written(self._results())
         self._write()
+        print(f"\n{text}\n", flush=True)
         (OUTPUTS / "gpu-block.txt").write_text(f"{text}\n")
-        print(f"\n{text}\n")
         print("Please paste the block into an issue with the form 'GPU results', also if parts failed.")
         print("It stands in outputs/gpu-block.txt too.")
         print("Attach outputs/gpu-results.json, and of parts that failed the logs in outputs/gpu.")
@@ -106,6 +111,8 @@ class Run:
         """Print what follows."""
         print(f"{self.heads['device']}\n{self.heads['versions']}")
         print(f"Nothing is downloaded and nothing is sent. At most {MINUTES * self.patience} minutes:")
+        if not self.rehearse and self.machine["device"]["memory_bytes"] < _MEMORY:
+            print("This GPU has less than 16 GB, so some tests may run out of memory.")
         for work in PARTS:
             print(f"  {work.name}, about {work.limit * self.patience} s at most: {work.what}")
         print(flush=True)
@@ -129,13 +136,15 @@ class Run:
         started = time.monotonic()
         outcome = run_python(command, self.environment, log, limit)
         seconds = round(time.monotonic() - started)
-        found: dict[str, Any] = {}
-        if path.exists():
-            found = json.loads(path.read_text())
+        found = _read(path)
+        if found:
             self.found[work.name] = found
         note = found.get("note", "")
+        last = _last_line(log)
         if outcome == "failed" and not note:
-            note = _last_line(log)
+            note = last
+        elif outcome == "failed" and last.startswith(_ENDED_BY):
+            note = f"{last}; {note}"
         figures: list[Figure] = []
         for each in found.get("figures", []):
             figure = Figure(**each)
@@ -175,7 +184,10 @@ class Run:
         results = self._results()
         parts = [{**part._asdict(), "figures": [each._asdict() for each in part.figures]} for part in results.parts]
         kept = {"heads": self.heads, "parts": parts, "details": self.found, "block": block.written(results)}
-        block.save(OUTPUTS / "gpu-results.json", kept)
+        try:
+            block.save(OUTPUTS / "gpu-results.json", kept)
+        except OSError as error:  # a full disk must not cost the block
+            print(f"outputs/gpu-results.json cannot be written: {error}", file=sys.stderr)
 
 
 def _environment(*, rehearse: bool) -> dict[str, str]:
@@ -188,6 +200,7 @@ def _environment(*, rehearse: bool) -> dict[str, str]:
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "HF_HUB_OFFLINE": "1",
         "TRITON_CACHE_DIR": str(OUTPUTS / "gpu/triton"),
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",  # images of NVIDIA set it, and tests compare float32
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
@@ -214,8 +227,16 @@ def run_python(command: Sequence[str], environment: Mapping[str, str], log: Path
             _end(process)
     if status < 0:
         with log.open("a") as output:
-            output.write(f"\nended by {signal.Signals(-status).name}\n")
+            output.write(f"\n{_ENDED_BY} {signal.Signals(-status).name}\n")
     return "failed" if status else "passed"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a part has written; empty if that is nothing, or cut off."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

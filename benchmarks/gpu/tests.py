@@ -10,6 +10,8 @@ import pytest
 from benchmarks.gpu import block
 
 FOLDER = "tests/gpu"
+_STICKY = ("CUDA error", "device-side assert")
+_SHOWN = 120  # characters of the first reason
 # the most telling first, should the time not do for all; what takes longest last
 ORDER = (
     *("sampling", "trainers", "attention", "losses", "replay", "padding", "reward_model", "reference", "ratio"),
@@ -28,6 +30,7 @@ class Outcomes:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Count the tests that should run."""
+        self._session = session
         self.collected = len(session.items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -35,7 +38,10 @@ class Outcomes:
         if report.when == "call" or not report.passed:
             self.outcomes[report.nodeid] = report.outcome
         if report.failed:
-            self.reasons[report.nodeid] = _reason(report)
+            reason = _reason(report)
+            self.reasons[report.nodeid] = reason
+            if any(words in reason for words in _STICKY):  # every later test would fail with it
+                self._session.shouldstop = "the device is lost"
         self._write()
 
     def _write(self) -> None:
@@ -44,7 +50,8 @@ class Outcomes:
         note = f"{note}, of {self.collected}"
         failed = [_short(test) for test, outcome in self.outcomes.items() if outcome == "failed"]
         if failed:
-            note = f"{note}: {' '.join(failed)}"
+            first = " ".join(next(iter(self.reasons.values())).split())
+            note = f"{note}; the first: {first[:_SHOWN]}; failed: {' '.join(failed)}"
         found = {"note": note, "figures": [], "outcomes": self.outcomes, "reasons": self.reasons}
         block.save(self._path, found)
 
@@ -71,7 +78,9 @@ def main() -> int:
     if options.small:
         names, marks = ("sampling",), "not gpu and not slow"
     files = [f"{FOLDER}/test_{name}.py" for name in names]
-    return pytest.main(["-q", "-p", "no:cacheprovider", "-m", marks, *files], plugins=[Outcomes(options.json)])
+    kept = ["-o", "tmp_path_retention_policy=failed"]  # models of several GB
+    command = ["-q", "-p", "no:cacheprovider", *kept, "-m", marks, *files]
+    return pytest.main(command, plugins=[Outcomes(options.json)])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ def save_model(folder: Path, sizes: dict[str, Any]) -> Path:
     """Save a Llama with random weights, and the tokenizer of the tests."""
     torch.manual_seed(0)
     config = LlamaConfig(**{**tiny.SIZES, "num_key_value_heads": 4, "initializer_range": 0.05, **sizes})
-    LlamaForCausalLM(config).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes minutes for all models
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
     return folder
 

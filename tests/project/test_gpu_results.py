@@ -142,6 +142,7 @@ def test_devices_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch, status
     assert command.driver() == found
 
 
+CU126 = "--extra-index-url https://download.pytorch.org/whl/cu126"
 GPU = command.Driver(1, 13000, (7, 5))
 
 
@@ -176,10 +177,33 @@ def test_triton_needs_a_compiler_and_pythons_headers(monkeypatch: pytest.MonkeyP
 
 
 def test_another_build_of_torch_goes_with_an_older_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIP_FLAGS", "--extra-index-url https://download.pytorch.org/whl/cu126")
+    """Also in a later run, when it is installed."""
+    older = GPU._replace(version=12060, capability=(7, 0))
     monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr(command.Path, "is_file", lambda path: True)
-    assert command.missing(GPU._replace(version=12060)) == ""
+    monkeypatch.delenv("PIP_FLAGS", raising=False)
+    assert command.missing(older) and command.missing(older, installed=True) == ""
+    monkeypatch.setenv("PIP_FLAGS", "--extra-index-url https://download.pytorch.org/whl/cu126")
+    assert command.missing(older) == ""
+
+
+@pytest.mark.parametrize(("flags", "keeps"), [("", True), ("--index-url https://x/whl/cpu", True), (CU126, False)])
+def test_a_build_for_another_cuda_brings_its_own_libraries(flags: str, keeps: bool) -> None:
+    """torch 2.13.0+cu126 does not go with the CUDA 13 of the constraints, and pip would fall back to PyPI's build."""
+    make = ["make", "--no-print-directory", "--dry-run", "--always-make", ".venv/.test", f"PIP_FLAGS={flags}"]
+    lines = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"-c (\S*constraints\.txt)", lines)
+    assert found is not None
+    pinned = (ROOT / found[1]).read_text()
+    assert "torch==" in pinned and keeps == ("nvidia-" in pinned) == ("cuda-toolkit==" in pinned)
+
+
+def test_a_virtual_environment_needs_ensurepip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(command.Path, "is_file", lambda path: True)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert re.search(r"no ensurepip\..*apt install gcc python3\.\d+-dev python3\.\d+-venv", command.missing(GPU))
+    assert command.missing(GPU, installed=True) == ""
 
 
 def test_the_parts_are_those_of_the_block() -> None:
@@ -238,6 +262,8 @@ MADE_UP = (
     Work("raises", "", 60, ("-c", "raise RuntimeError('early')"), small=()),
     Work("hangs", "", 1, ("-c", f"{WRITES}\nimport time\ntime.sleep(600)"), small=()),
     Work("dies", "", 60, ("-c", "import os\nos.kill(os.getpid(), 9)"), small=()),
+    Work("dies late", "", 60, ("-c", f"{WRITES}\nimport os\nos.kill(os.getpid(), 11)"), small=()),
+    Work("is cut off", "", 60, ("-c", "import sys\nopen(sys.argv[-1], 'w').write('{')\nsys.exit('full')"), small=()),
     Work("lacks a package", "", 60, ("-c", ""), small=(), needs="no_such_package"),
     Work("passes", "", 60, ("-c", WRITES), small=()),
 )
@@ -257,6 +283,8 @@ def test_no_part_depends_on_another(
         ("raises", "failed", "RuntimeError: early", ()),
         ("hangs", "timed out", "1 of 2", ratio),
         ("dies", "failed", "ended by SIGKILL", ()),
+        ("dies late", "failed", "ended by SIGSEGV; 1 of 2", ratio),
+        ("is cut off", "failed", "full", ()),
         ("lacks a package", "skipped", "no_such_package is not installed; make gpu does not bring it", ()),
         ("passes", "passed", "1 of 2", ratio),
     ]

@@ -90,8 +90,7 @@ def passes(
         on_cpu: True if the LM head runs without Triton.
         copies_head: True if TRL multiplies with a float32 copy of the head, as on CPU and with torch below 2.8. None:
             as `on_cpu`.
-        critic: True for the passes of a critic. It has no LM head. With "full" it computes in float32 throughout,
-            and its adapter's inputs are not copied.
+        critic: True for the passes of a critic. It has no LM head, and its adapter's inputs are not copied.
     """
     if copies_head is None:
         copies_head = on_cpu
@@ -151,11 +150,6 @@ class _Pass:
         return self.mode == "full"
 
     @property
-    def wide(self) -> bool:
-        """True if everything is computed in float32."""
-        return self.full and self.critic
-
-    @property
     def copies_inputs(self) -> bool:
         """True if PEFT copies the inputs of a float32 adapter in float32."""
         return self.mode == "LoRA" and not self.critic
@@ -175,7 +169,7 @@ class _Pass:
     @property
     def mlp_entry(self) -> int:
         """Bytes of an entry of an MLP's states. Autocast leaves experts in the dtype of their weights."""
-        if self.wide or (self.full and self.model.experts):
+        if self.full and self.model.experts:
             return 4
         return 2
 
@@ -187,7 +181,7 @@ class _Pass:
     @property
     def cast_weights(self) -> int:
         """The bf16 copies of the trained float32 weights of all layers, which autocast keeps."""
-        if self.full and not self.critic:
+        if self.full:
             return 2 * self.model.linear
         return 0
 
@@ -209,8 +203,6 @@ class _Pass:
         inputs, projections = 2, 5  # inputs of projections: of queries, keys and values, and of gate and up
         if model.experts:
             inputs, projections = 1, 3
-        if self.wide:
-            return (20 + 8 * more_norms) * model.hidden + (8 + 8 * model.head_norms) * (query + key)
         if self.full:  # autocast casts the input of each projection, and of a router
             casts = projections + bool(model.experts)
             return (12 + 2 * casts + 8 * more_norms) * model.hidden + (4 + 6 * model.head_norms) * (query + key)
@@ -251,9 +243,8 @@ class _Pass:
         model = self.model
         if not self.full:
             return self.saved + self._gradients
-        # a gradient before it is added, and its bf16 form under autocast
-        of_weight = 4 if self.wide else 6
-        weights = of_weight * self._widest + 4 * model.experts * model.hidden * model.intermediate
+        # a gradient before it is added, and its bf16 form
+        weights = 6 * self._widest + 4 * model.experts * model.hidden * model.intermediate
         peak = self.saved + (self.cast_weights / model.layers + max(self._gradients, weights))
         if model.tied and not self.critic:
             peak += 4 * model.table  # the gradient of the head, which waits for that of the embedding
