@@ -236,8 +236,8 @@ def test_means_over_processes_are_those_of_their_means_as_trls() -> None:
     names = {"min": "lowest", "mean": "mean", "max": "highest"}
     for values, mask in (([1.0, 3.0, 9.0], [1, 1, 0]), ([9.0, 9.0, 9.0], [0, 0, 0])):  # what the others have sent
         metrics.over_processes(names, torch.tensor(values), torch.tensor(mask).bool())
-    assert [statistics.tolist() for _, statistics in metrics._steps["train"]] == others
-    metrics._steps.clear()
+    assert [statistics.tolist() for _, statistics in metrics._of_micro_batches["train"]] == others
+    metrics._of_micro_batches.clear()
     metrics.over_processes(names, torch.tensor([10.0]), torch.tensor([True]))
     metrics.settle()
     assert trainer.logged_values["train"] == {"lowest": [0.0], "mean": [4.0], "highest": [10.0]}

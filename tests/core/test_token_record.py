@@ -131,7 +131,9 @@ def test_a_record_of_many_turns_holds_each_token_once() -> None:
     assert column == 2 * 1000 * 8
     assert column <= bytes_held(record) <= 1.1 * column
     ids = torch.tensor([traced.ids for traced in given[-1]])
-    assert torch.equal(record.aligned(ids, torch.ones_like(ids)), aligned(stitched(given), ids, torch.ones_like(ids)))
+    assert torch.equal(
+        record.as_padded(ids, torch.ones_like(ids)), aligned(stitched(given), ids, torch.ones_like(ids))
+    )
 
 
 def test_a_record_names_its_option_and_the_turn_that_does_not_fit() -> None:

@@ -29,11 +29,11 @@ from tests.distributed.runs import (
 )
 from tests.tools import resumable, tiny, wide
 from tests.tools.sets import candidate_sets
-from trl_steady.features.critic import optimizer as learner
 from trl_steady.features.reference.feature import Reference
 from trl_steady.features.sampling_mask import feature as sampling_part
 from trl_steady.features.sampling_mask.candidates import CandidateSets
 from trl_steady.features.sampling_mask.recording import CandidateRecorder
+from trl_steady.features.scalar_head import optimizer as learner
 from trl_steady.trl_bridge import models as host_models
 
 

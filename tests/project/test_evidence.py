@@ -169,7 +169,7 @@ def test_the_true_gradient_is_the_slope_of_the_return(evidence: Any) -> None:
     [
         ("grpo", {}, {}),
         ("delta", {"delta": 1.3}, {"delta": 1.3}),
-        ("dapo", {"reduction": "step_tokens"}, {"loss_type": "bnpo"}),  # which has the batch's own tokens
+        ("dapo", {"reduction": "rollout_tokens"}, {"loss_type": "bnpo"}),  # which has the batch's own tokens
         ("dr_grpo", {"reduction": "constant"}, {"loss_type": "dr_grpo", "max_completion_length": 4}),
         ("gspo", {"ratio": "gspo"}, {"loss_type": "gspo"}),
         ("gspo_token", {"ratio": "gspo_token"}, {"loss_type": "gspo_token"}),

@@ -9,9 +9,9 @@ from unittest.mock import patch
 from recipes.common.half import SCALE, fp16_on_cpu
 from torch.amp.grad_scaler import GradScaler
 
-from trl_steady.features.critic import optimizer
 from trl_steady.features.critic.feature import Critic
 from trl_steady.features.reward_model.feature import RewardModel
+from trl_steady.features.scalar_head import optimizer
 
 
 @contextmanager

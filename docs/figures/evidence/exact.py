@@ -135,7 +135,7 @@ class Method:
     geometric_mask_range: tuple[float, float] = (0.0, INF)
     token_veto_threshold: float = 0.0
     reduction: str = "sequence_mean"
-    """Or `"step_tokens"` and `"constant"`: the names of `trl_steady.trl_bridge.loss.REDUCTIONS`."""
+    """Or `"rollout_tokens"` and `"constant"`: the names of `trl_steady.trl_bridge.loss.REDUCTIONS`."""
 
     def engine_weights(self, given: "Pass", mask: Tensor) -> Tensor:
         """Return TRL's weights π_old / μ, as `GRPOTrainer._generate_and_score_completions` of TRL 1.16 has them.
@@ -188,7 +188,7 @@ class Method:
             values = torch.minimum(bounded * each, ratio.clamp(1 - low, 1 + high) * each)
         weights = mask.double() / (mask.sum(-1, keepdim=True) * len(mask))
         if self.reduction != "sequence_mean":
-            tokens = given.mean_length(task) if self.reduction == "step_tokens" else mask.size(1)
+            tokens = given.mean_length(task) if self.reduction == "rollout_tokens" else mask.size(1)
             weights = mask.double() / (len(mask) * tokens)
         values = values * self.keeps(given, task, each) * self.engine_weights(given, mask)
         values = values - self.sampler_penalty * (logps - given.sampler_logps) ** 2

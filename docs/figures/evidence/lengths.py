@@ -44,7 +44,7 @@ def arms() -> dict[str, Method]:
     """Return the arms by name."""
     return {
         '`"grpo"`': Method(),
-        '`"dapo"`': Method(reduction="step_tokens"),
+        '`"dapo"`': Method(reduction="rollout_tokens"),
         '`"dr_grpo"`': Method(reduction="constant"),
         '`"gspo"`, clip 0.2': Method("gspo"),
         '`"gspo_token"`, clip 0.2': Method("gspo_token"),

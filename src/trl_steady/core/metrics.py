@@ -49,7 +49,7 @@ class Metrics:
         self._has_compared_names = False
         # "train" or "eval" -> "min", "mean" or "max" with the name to log it by, and (4,) sum, number, minimum and
         # maximum of the values in one micro-batch, since processes last communicated
-        self._steps: defaultdict[str, list[tuple[Mapping[str, str], Tensor]]] = defaultdict(list)
+        self._of_micro_batches: defaultdict[str, list[tuple[Mapping[str, str], Tensor]]] = defaultdict(list)
         # the same -> totals since the last log
         self._pools: defaultdict[str, _Pool] = defaultdict(dict)
 
@@ -76,8 +76,8 @@ class Metrics:
         return torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])
 
     def _record(self, names: Mapping[str, str], statistics: Tensor) -> None:
-        self._steps[self._mode].append((names, statistics))
-        if len(self._steps[self._mode]) >= _MOST_WAITING:  # at the same micro-batch on all processes
+        self._of_micro_batches[self._mode].append((names, statistics))
+        if len(self._of_micro_batches[self._mode]) >= _MOST_WAITING:  # at the same micro-batch on all processes
             self.settle()
 
     def pooled(
@@ -133,22 +133,22 @@ class Metrics:
 
     def forget(self) -> None:
         """Forget everything since the last log."""
-        self._steps.clear()
+        self._of_micro_batches.clear()
         self._pools.clear()
 
     def count(self, name: str) -> int:
         """Return how many micro-batches of training have recorded the mean of `name` since the last log."""
-        waiting = sum(names.get("mean") == name for names, _ in self._steps["train"])
+        waiting = sum(names.get("mean") == name for names, _ in self._of_micro_batches["train"])
         return len(self._source.logged_values["train"].get(name, [])) + waiting
 
     @property
     def is_settled(self) -> bool:
         """True if there are no means of training's micro-batches that only this process knows."""
-        return not self._steps["train"]
+        return not self._of_micro_batches["train"]
 
     def settle(self) -> None:
         """Hand the means of micro-batches to TRL, which logs them. Every process must call this method."""
-        for mode in list(self._steps):
+        for mode in list(self._of_micro_batches):
             self._exchange(mode, {})
 
     def log(self, logs: Mapping[str, object], *, is_collective: bool) -> None:
@@ -206,7 +206,7 @@ class Metrics:
 
     def _exchange(self, mode: str, pool: _Pool) -> _Pool:
         """Hand means to TRL, and return totals over all processes on the CPU: one collective, one transfer."""
-        steps = self._steps.pop(mode, [])
+        steps = self._of_micro_batches.pop(mode, [])
         parts = [step for _, step in steps]
         parts += pool.values()
         if not parts:

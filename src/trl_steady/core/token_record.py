@@ -62,7 +62,7 @@ class TokenRecord:
         with self._naming_option():
             self.sequences = continued(self.sequences, sequences, self._turn_count)
 
-    def aligned(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def as_padded(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the values (B, L, *) of the tokens of a padded batch, as the function `aligned`."""
         with self._naming_option():
             return aligned(stitched([self.sequences]), input_ids, attention_mask)

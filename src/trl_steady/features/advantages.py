@@ -38,6 +38,7 @@ class Advantages(Feature):
     _energies: Tensor | None = None
     # GRPO's options: PPO warns that they have no effect, and RLOO does not have them
     _step_formula: str | None = None
+    _is_mean_scale = False
     _divides_by_mean = False
     _has_token_baseline = False
     _has_teacher = False
@@ -45,10 +46,11 @@ class Advantages(Feature):
     def on_init_end(self) -> None:
         """Read the options. Refuse a token baseline on a model whose head cannot be replaced."""
         args = self.args
+        self._is_mean_scale = getattr(args, "scale_rewards", None) == "mean"
         if args.METHOD == "GRPO":
             assert isinstance(args, GRPOConfig)
             self._step_formula = args.step_advantage
-            self._divides_by_mean = args.scale_rewards == "mean"
+            self._divides_by_mean = self._is_mean_scale
             self._has_token_baseline = args.advantage_baseline == "token"
         self._has_teacher = isinstance(args, GRPOConfig) and args.teacher is not None
         if self._has_token_baseline and models.compiles(self.trainer):
@@ -63,7 +65,7 @@ class Advantages(Feature):
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Let TRL leave the advantages undivided with `scale_rewards="mean"`, which TRL would refuse in PPO too."""
         scaling: AbstractContextManager[None] = nullcontext()
-        if getattr(self.args, "scale_rewards", None) == "mean":
+        if self._is_mean_scale:
             scaling = without_scale(self.trainer)
         with scaling:
             return call_next(rollout)

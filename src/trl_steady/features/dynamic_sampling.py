@@ -96,7 +96,7 @@ class DynamicSampling(Feature):
     def __init__(self, trainer: Trainer, args: SharedOptions) -> None:
         super().__init__(trainer, args)
         self._prompts = _Prompts(trainer)
-        self._worst_and_best = (math.inf, -math.inf)  # rewards so far
+        self._worst, self._best = math.inf, -math.inf  # rewards so far
         self._least_variance: Tensor | None = None  # of a group that the filter keeps in this rollout
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
@@ -151,9 +151,16 @@ class DynamicSampling(Feature):
         self, resampled: ResampledRollout, inputs: list[Any], counts: Counter[str]
     ) -> tuple[list[CompletionRecord], list[bool]]:
         """Return the completions (n,) of this process, and which groups (J,) of all processes the filter keeps."""
+        completions, rewards, samples = resampled.sample(inputs)
+        totals, compared = self._compared(rewards)
+        are_kept = self._are_kept(completions, totals, compared, loss_mask(samples).any(1))
+        self._count(totals, are_kept, counts)
+        return completions, are_kept.tolist()
+
+    def _compared(self, rewards: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rewards (J, G) of all groups, and (J, G, K) what must differ within a group for a gradient."""
         trainer = self.trainer
         args = self.args
-        completions, rewards, samples = resampled.sample(inputs)
         grouped = rewards.cpu().view(-1, trainer.num_generations, len(trainer.reward_funcs))
         weights = trainer.reward_weights.cpu()
         totals = total_rewards(grouped, weights)
@@ -161,26 +168,25 @@ class DynamicSampling(Feature):
         if clip_range:
             low, high = clip_range
             totals = totals.clamp(low, high)
-        compared = totals.unsqueeze(-1)
         if getattr(args, "multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
-            compared = grouped * weights  # GRPO normalises each function
-        are_kept = self._are_kept(completions, totals, compared, loss_mask(samples).any(1))
+            return totals, grouped * weights  # GRPO normalises each function
+        return totals, totals.unsqueeze(-1)
+
+    def _count(self, totals: Tensor, are_kept: Tensor, counts: Counter[str]) -> None:
+        """Count the groups of a round by their rewards (J, G). Best and worst are those of the run so far."""
         is_scored = ~totals.isnan()
         lowest = totals.where(is_scored, torch.inf).amin(1)
         highest = totals.where(is_scored, -torch.inf).amax(1)
-        worst, best = self._worst_and_best
-        worst = min(worst, lowest.min().item())
-        best = max(best, highest.max().item())
-        self._worst_and_best = (worst, best)
-        is_equal = ~are_kept & (lowest == highest) & (worst < best)
-        is_solved = is_equal & (lowest == best)
-        is_hopeless = is_equal & (lowest == worst)
+        self._worst = min(self._worst, lowest.min().item())
+        self._best = max(self._best, highest.max().item())
+        is_equal = ~are_kept & (lowest == highest) & (self._worst < self._best)
+        is_solved = is_equal & (lowest == self._best)
+        is_hopeless = is_equal & (lowest == self._worst)
         counts["rounds"] += 1
         counts["generated"] += len(are_kept)
         counts["kept"] += int(are_kept.sum())
         counts["solved"] += int(is_solved.sum())
         counts["hopeless"] += int(is_hopeless.sum())
-        return completions, are_kept.tolist()
 
     def _are_kept(
         self, completions: list[CompletionRecord], totals: Tensor, compared: Tensor, has_tokens: Tensor
@@ -302,14 +308,14 @@ class DynamicSampling(Feature):
     def save_state(self, checkpoint: Path) -> None:
         """Save the position in the prompts of further rounds, and the rewards seen."""
         if self.args.dynamic_sampling and self.args.should_save:
-            (checkpoint / _FILE).write_text(json.dumps([self._prompts.position, self._worst_and_best]))
+            (checkpoint / _FILE).write_text(json.dumps([self._prompts.position, [self._worst, self._best]]))
 
     def load_state(self, checkpoint: Path) -> None:
         """Go on from there. A run without dynamic sampling has saved nothing."""
         if (checkpoint / _FILE).is_file():
             position, (worst, best) = json.loads((checkpoint / _FILE).read_text())
             self._prompts.go_to(position)
-            self._worst_and_best = (worst, best)
+            self._worst, self._best = worst, best
 
 
 def step_range(returned: Sequence[Any]) -> tuple[float, float]:

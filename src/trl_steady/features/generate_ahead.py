@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,19 @@ from trl_steady.trl_bridge.vllm_seeds import FIRST_SEED
 
 _FILE = "ahead.pt"
 _OPTION = "async_generate=True"
+
+
+class _Wait(NamedTuple):
+    """How a rollout got its completions."""
+
+    behind: int
+    """Versions of the policy between the one that generated and the newest."""
+    waited: float
+    """Seconds in which the trainer waited."""
+    hidden: float
+    """Seconds of the generation in which the trainer trained."""
+    seconds: float
+    """Seconds of the generation."""
 
 
 class GenerateAhead(Feature):
@@ -38,6 +51,7 @@ class GenerateAhead(Feature):
         self._is_resumed = False  # until the first rollout after a resume with a result
         self._version = 0  # of the policy on the server
         self._synced = -1  # step in which it was sent there
+        self._wait_in_rollout: _Wait | None = None
 
     def on_init_end(self) -> None:
         """Refuse what uses the server in another way. Warn if nothing corrects for the lag."""
@@ -121,12 +135,10 @@ class GenerateAhead(Feature):
         self._raise_error()
         turn.rollout.from_checkpoint = self._is_resumed
         self._is_resumed = False
-        self._sums = torch.zeros(3, 2)
+        self._wait_in_rollout = None  # other processes than the main one have none
         with respond_with(self.trainer, self._respond):
             generated = call_next(turn)
-        behind, waited, overlap = self._sums
-        sums = {"async/versions_behind": behind, "async/waited": waited, "async/overlap": overlap}
-        self.trainer.metrics.pooled(sums=sums)
+        self.trainer.metrics.pooled(sums=_sums(self._wait_in_rollout))
         self._send_next(rows)
         return generated
 
@@ -174,7 +186,7 @@ class GenerateAhead(Feature):
         if pending is not None and pending.result is not None and pending.matches(request):
             behind = self._version - pending.version
             hidden = max(pending.seconds - pending.waited, 0.0)
-            self._sums = torch.tensor([[behind, 1], [pending.waited, 1], [hidden, pending.seconds]])
+            self._wait_in_rollout = _Wait(behind, pending.waited, hidden, pending.seconds)
             return pending.result
         if pending is not None:
             self.warn(
@@ -185,7 +197,7 @@ class GenerateAhead(Feature):
         start = time.perf_counter()
         result = send(request)
         seconds = time.perf_counter() - start
-        self._sums = torch.tensor([[0, 1], [seconds, 1], [0, seconds]])
+        self._wait_in_rollout = _Wait(behind=0, waited=seconds, hidden=0.0, seconds=seconds)
         return result
 
     def save_state(self, checkpoint: Path) -> None:
@@ -202,3 +214,17 @@ class GenerateAhead(Feature):
         if file.is_file() and self.trainer.accelerator.is_main_process:
             self._loaded = PendingRequest.load(self.trainer.vllm_generation, file)
         self._is_resumed = any_process(self._loaded is not None)
+
+
+def _sums(wait: _Wait | None) -> dict[str, torch.Tensor]:
+    """Return metric -> numerator and denominator of its mean over rollouts."""
+    if wait is None:
+        wait = _Wait(0, 0.0, 0.0, 0.0)
+        rollouts = 0
+    else:
+        rollouts = 1
+    return {
+        "async/versions_behind": torch.tensor([wait.behind, rollouts]),
+        "async/waited": torch.tensor([wait.waited, rollouts]),
+        "async/overlap": torch.tensor([wait.hidden, wait.seconds]),
+    }

@@ -168,22 +168,22 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     [[0.0, -2.0], [-3.0, 0.0], [3.0, 2.0]]
     """
     groups = rewards.reshape(-1, group_size, rewards.size(1))
-    running = ~groups.isnan()
-    returns = _sums_from_each_on(groups).where(running, torch.nan)
-    rewarded = running.any(-1, keepdim=True).sum(1, keepdim=True).to(rewards.dtype)
-    others = running.sum(1, keepdim=True).to(rewards.dtype) - 1
+    has_step = ~groups.isnan()
+    returns = _sums_from_each_on(groups).where(has_step, torch.nan)
+    scored = has_step.any(-1, keepdim=True).sum(1, keepdim=True).to(rewards.dtype)
+    others = has_step.sum(1, keepdim=True).to(rewards.dtype) - 1
     # R - mean of the others = n / (n - 1) (R - mean of all n). If all G have the step, the two factors cancel exactly.
-    factor = ((rewarded - 1) * (others + 1)) / (rewarded * others)
-    beside_others = (returns - returns.nanmean(1, keepdim=True)) * factor
-    alone = (returns * ((rewarded - 1) / rewarded)).where(running & (others == 0), 0)
-    beside_others = beside_others.masked_fill(all_equal(returns, 1, keepdim=True), 0)
-    advantages = beside_others.where(running & (others > 0), alone)
+    factor = ((scored - 1) * (others + 1)) / (scored * others)
+    with_others = (returns - returns.nanmean(1, keepdim=True)) * factor
+    without_others = (returns * ((scored - 1) / scored)).where(has_step & (others == 0), 0)
+    with_others = with_others.masked_fill(all_equal(returns, 1, keepdim=True), 0)
+    advantages = with_others.where(has_step & (others > 0), without_others)
     if scale != "none":
         pools = {"group": returns, "batch": returns.flatten(0, 1).unsqueeze(0)}[scale]
         deviations = _deviation(pools.transpose(1, 2).flatten(0, 1)).view(len(pools), -1)
         largest_deviation = deviations.nan_to_num(nan=0.0).amax(1)
-        largest_alone = alone.abs().view(len(pools), -1).amax(1)
-        spread = torch.maximum(largest_deviation, largest_alone)
+        largest_without = without_others.abs().view(len(pools), -1).amax(1)
+        spread = torch.maximum(largest_deviation, largest_without)
         advantages = advantages / (spread.view(-1, 1, 1) + _EPSILON)
     return advantages.view_as(rewards)
 

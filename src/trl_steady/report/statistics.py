@@ -28,11 +28,11 @@ def blocks(history: History, key: str, quantile: float | None = 0.5) -> Series:
     return Series(firsts, np.quantile(rows, quantile, axis=1, method=method))
 
 
-def bad_to_the_end(bad: np.ndarray, least: int = 3) -> slice | None:
-    """Return the part, up to the end of the run, in which most values are bad; None if there is none.
+def mostly_bad(bad: np.ndarray, least: int = 3) -> slice | None:
+    """Return the part in which most values are bad; None if there is none, or if the good ones after it outweigh it.
 
-    It has at least `least` of them. A sum grows by 0.3 at a bad value and falls by 0.7 at a good one (CUSUM). The part
-    is its climb from the lowest point to the highest after it.
+    It has at least `least` bad values. A sum grows by 0.3 at a bad value and falls by 0.7 at a good one (CUSUM). The
+    part is its climb from the lowest point to the highest after it.
     """
     sums = np.concatenate([[0.0], np.cumsum(bad - 0.7)])
     start = int(np.argmin(sums))

@@ -99,7 +99,9 @@ class Checkpoints:
         if asked is True:
             newest: str | None = None
             if self._trainer.accelerator.is_main_process:
-                newest = self.newest() or next(iter(self._newest_first()), None)
+                newest = self.newest()
+                if newest is None:  # an incomplete one, so that the error below names it
+                    newest = next(iter(self._newest_first()), None)
             (newest,) = broadcast_object_list([newest])
             if newest is None:
                 return True  # transformers says that there is none

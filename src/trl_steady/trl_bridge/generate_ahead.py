@@ -84,13 +84,15 @@ class BatchesAhead(Iterator[list[Any]]):
         steps = following // args.gradient_accumulation_steps
         if state.global_step + steps >= state.max_steps:
             return None
-        rows = self._step_batches[position]
+        ignored = self._step_batches[position]
         read = len(self._step_batches)
         for index in range(read + len(self._ahead), following + 1):
             batch = next(self._batches, None)
             if batch is None:
                 return None
-            self._ahead.append(batch if index == following else rows)
+            if index != following:
+                batch = ignored
+            self._ahead.append(batch)
         if following < read:
             return NextRollout(self._step_batches[following], steps)
         return NextRollout(self._ahead[following - read], steps)

@@ -55,8 +55,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if (checkpoint / _FORMER_NAME).is_file():
         return Manifest("", None, json.loads((checkpoint / _FORMER_NAME).read_text()))
     if any(checkpoint.glob(f"{ROLLOUTS_PREFIX}*")):  # ours, and the manifest is written last
-        return Manifest("", None, {_NAME: 1})
-    return Manifest("", None, {TRAINER_STATE_NAME: 1})  # TRL writes its state last
+        return _without_manifest(last=_NAME)
+    return _without_manifest(last=TRAINER_STATE_NAME)  # TRL writes its state last
+
+
+def _without_manifest(last: str) -> Manifest:
+    """Return what is known of a checkpoint without a manifest: it is complete if it has the file that comes last."""
+    return Manifest("", None, {last: 1})
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
@@ -90,7 +95,11 @@ def _holds_optimizer(checkpoint: Path) -> bool:
 
 
 def _is_whole(path: Path, size: int) -> bool:
-    """Return True if a file has its size, or less, but is whole: somebody has written it anew, in bf16 perhaps."""
+    """Return True if a file can be read to its end.
+
+    JSON must be parsed. Others have their size or more, or a format that says that they are whole: somebody may have
+    written a file anew in bf16.
+    """
     try:
         if path.suffix == ".json":
             json.loads(path.read_text())

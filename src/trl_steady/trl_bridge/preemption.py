@@ -69,7 +69,7 @@ class Preemption:
         elif self._is_asked():
             self._stop(control, evaluates=control.should_evaluate or self._evaluates_epoch_here())
 
-    def before_next_step(self, control: TrainerControl) -> bool:
+    def must_save_late(self, control: TrainerControl) -> bool:
         """End the run if it is asked to after `after_step`, during an evaluation or a save.
 
         Every process must call this. Returns True if the step must still be saved.

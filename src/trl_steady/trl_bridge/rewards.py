@@ -5,12 +5,12 @@ This file knows TRL's method for rewards, and how its advantages compare those o
 
 import asyncio
 import atexit
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor
 from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
@@ -19,7 +19,7 @@ from trl_steady.core.processes import own_rows
 from trl_steady.core.types import Rollout
 from trl_steady.functional.advantages import all_equal, total_rewards
 from trl_steady.trl_bridge.patching import patched
-from trl_steady.trl_bridge.trl_state import TRAINER_MODULES, as_trl_trainer
+from trl_steady.trl_bridge.trl_state import as_trl_trainer, trl_class
 
 
 def wrap_reward_functions(functions: Sequence[Any], processors: Sequence[Callable[[int, Any], Any]]) -> list[Any]:
@@ -83,7 +83,7 @@ def with_exact_zeros(trainer: Trainer, run_rollout: Callable[[], dict[str, Any]]
     is made exactly 0, or infinite where TRL divides by it. Then their advantages, from which TRL has subtracted the
     mean, are set to 0.
     """
-    module = TRAINER_MODULES[isinstance(trainer, trl.RLOOTrainer)]
+    module = sys.modules[trl_class(trainer).__module__]
     deviation, compared = module.nanstd, list[Tensor]()
 
     def exact(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:

@@ -15,8 +15,8 @@ from tests.features.critic.tools import KINDS, Samples, Twin, build, critic_para
 from tests.oracles import ppo as oracles
 from tests.tools import tiny
 from tests.tools.headroom import within
-from trl_steady.features.critic import optimizer as learner
 from trl_steady.features.critic.feature import Critic
+from trl_steady.features.scalar_head import optimizer as learner
 from trl_steady.features.scalar_head.construction import build_adapter_model, build_whole_model
 
 BUDGET = {"token_budget": 30, "share_prompts": True}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.tools import tiny, wide
 from trl_steady import StepRewards
-from trl_steady.features.critic import optimizer as learner
+from trl_steady.features.scalar_head import optimizer as learner
 
 KINDS: dict[str, dict[str, Any]] = {"lora": {"lora": True}, "full": {}, "nf4": {"lora": True, "nf4": True}}
 Samples = dict[str, Any]

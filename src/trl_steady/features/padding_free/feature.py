@@ -30,7 +30,7 @@ from trl_steady.features.padding_free.packing import (
 from trl_steady.features.padding_free.support import Support, find_support
 from trl_steady.features.skip_zero_weight import skips_before_regrouping, with_gradient
 from trl_steady.trl_bridge import models
-from trl_steady.trl_bridge.loss import run_backward, weigh_loss
+from trl_steady.trl_bridge.loss import run_backward, scaled_to_share
 from trl_steady.trl_bridge.overrides import overrides
 from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
 from trl_steady.trl_bridge.trl_state import rollout_number
@@ -86,9 +86,9 @@ class PaddingFree(Feature):
         if args.share_prompts and self.trainer.aux_loss_enabled:
             why_not = "router_aux_loss_coef is not 0.0, and TRL's load-balancing loss counts a prompt with each answer"
         if args.share_prompts:
-            self.refuse(f"share_prompts={args.share_prompts}", why_not)
+            self.refuse_if(why_not, f"share_prompts={args.share_prompts}")
         if args.token_budget:
-            self.refuse(f"token_budget={args.token_budget}", self.why_padded or self._why_not_regrouped())
+            self.refuse_if(self.why_padded or self._why_not_regrouped(), f"token_budget={args.token_budget}")
         if why_not:
             effect = "only cuts columns that are padding in every row"
             if self.why_padded or support.width_limit == 0:
@@ -274,7 +274,7 @@ class PaddingFree(Feature):
         for group in groups:
             compute = functools.partial(self._group_loss, loss.model, group, call_next, is_last=False)
             total += run_backward(trainer, loss.model, compute, group.share)
-        with weigh_loss(trainer, last.share) as scaled:
+        with scaled_to_share(trainer, last.share) as scaled:
             return total + scaled(self._group_loss(loss.model, last, call_next, is_last=True)) + added
 
     def _run_script(self, loss: LossPass, methods: str) -> tuple[Mapping[str, Any], Tensor]:
@@ -290,7 +290,7 @@ class PaddingFree(Feature):
             why_not = f"{methods} does not pass each sequence of a micro-batch on to super() once"
         elif done.factor != 1.0:
             why_not = f"{methods} multiplies the loss of super() by {done.factor:g}. It may only add to it"
-        self.refuse(f"token_budget={self.args.token_budget}", why_not)
+        self.refuse_if(why_not, f"token_budget={self.args.token_budget}")
         return done.passed_on[0], done.total
 
     def _group_loss(
@@ -320,7 +320,7 @@ class PaddingFree(Feature):
                 joined_by_script = _joined(passed_on)
             for rows in self._batches(self.support(model), lengths, width, prompt_width, len(lengths)):
                 share = len(rows) / size
-                if self.trainer.loss_reduction == "step_tokens":
+                if self.trainer.loss_reduction == "rollout_tokens":
                     share = 1.0
                 group_by_script: dict[str, Any] | None = None
                 if joined_by_script is not None:

@@ -122,8 +122,9 @@ class ReferenceRefreshCallback(TrainerCallback):
     def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Check the rules, and mark a refresh as due if one has fired."""
         is_on_time = self.steps is not None and state.global_step % self.steps == 0
-        # reading a KL of our own makes processes wait for one another
-        if trl_state.metrics_are_settled(self.trainer) or self._due or is_on_time or self.kl_limit is not None:
+        must_know = self._due or is_on_time or self.kl_limit is not None
+        # otherwise a KL of our own, whose reading makes processes wait for one another, is not read
+        if must_know or trl_state.metrics_are_settled(self.trainer):
             values = trl_state.metric_values(self.trainer, self.metric)[self._values_before :]
             if values:
                 self._kl = sum(values) / len(values)

@@ -119,7 +119,7 @@ class RouterReplay(Feature):
         if record is None:
             return None
         if record.values is None and record.sequences:
-            record.values = self._with_shared_prompts(record.aligned(ids, mask), ids, mask, prompt_width)
+            record.values = self._with_shared_prompts(record.as_padded(ids, mask), ids, mask, prompt_width)
         return record.values
 
     def _with_shared_prompts(self, routes: Tensor, ids: Tensor, mask: Tensor, prompt_width: int) -> Tensor:

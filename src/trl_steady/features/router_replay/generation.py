@@ -30,20 +30,21 @@ class GenerationPasses:
             ValueError: the model did not get the tokens of each sequence one after another, as in beam search.
         """
         count = len(turn.prompt_ids)
-        fed: list[list[int]] = [[]] * count  # tokens of each sequence that the model got; none if it got no batches
-        if all(len(ids) % count == 0 for ids in self.input_ids):  # not with continuous batching
-            fed = joined(self.input_ids, count).tolist()
+        not_one_by_one = ValueError(
+            "router_replay='R3': transformers has not fed the model the tokens of each sequence one after another. "
+            "Leave beam search, guidance, assisted decoding and continuous batching out of the options of generation, "
+            f"or {R2_INSTEAD}."
+        )
+        if any(len(ids) % count for ids in self.input_ids):  # as with continuous batching
+            raise not_one_by_one
+        fed = joined(self.input_ids, count).tolist()
         longest = max(map(len, turn.prompt_ids))
         width = math.ceil(longest / pad_to_multiple_of) * pad_to_multiple_of  # prompts are padded on their left
         slices: list[slice] = []
         for row, (prompt, completion) in enumerate(zip(turn.prompt_ids, turn.completion_ids, strict=True)):
             tokens = slice(width - len(prompt), width + len(completion) - 1)
             if fed[row][tokens] != (list(prompt) + list(completion))[:-1]:
-                raise ValueError(
-                    "router_replay='R3': transformers has not fed the model the tokens of each sequence one after "
-                    "another. Leave beam search, guidance, assisted decoding and continuous batching out of the "
-                    f"options of generation, or {R2_INSTEAD}."
-                )
+                raise not_one_by_one
             slices.append(tokens)
         passes = self.recording.routes_of_passes(list(map(len, self.input_ids)))
         padded = joined(passes, count).cpu()

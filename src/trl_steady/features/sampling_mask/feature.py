@@ -161,7 +161,7 @@ class SamplingMask(Feature):
         """Return the candidates of the tokens of (B, width) completions, from what generation recorded."""
         record = rollout.records[_COLUMN]
         if record.values is None:
-            numbers = record.aligned(ids, mask)
+            numbers = record.as_padded(ids, mask)
             candidates = CandidateSets.cat(record.candidates)
             record.candidates.clear()
             record.values = candidates.take(numbers[:, -width:].flatten()).to(ids.device)

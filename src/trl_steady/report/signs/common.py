@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trl_steady.report.history import History, Series
-from trl_steady.report.statistics import HEALTHY_TREND, bad_to_the_end, blocks, chance_of, noise, running_median, trend
+from trl_steady.report.statistics import HEALTHY_TREND, blocks, chance_of, mostly_bad, noise, running_median, trend
 
 
 class Found(NamedTuple):
@@ -73,7 +73,7 @@ def exceeds(
     else:
         side = "above"
         is_beyond = values > limit
-    where = bad_to_the_end(is_beyond, least)
+    where = mostly_bad(is_beyond, least)
     if where is None:
         return None
     if stays:
@@ -178,7 +178,7 @@ def lasts(history: History, bad: np.ndarray, *, to_end: bool = False, least: int
     start = int(good[-1]) + 1 if len(good) else 0
     if history.is_over and start < len(bad) and (to_end or start == 0):
         return slice(start, len(bad))
-    return bad_to_the_end(bad, least)
+    return mostly_bad(bad, least)
 
 
 def not_numbers(history: History, keys: Sequence[str], *, to_end: bool = False, least: int = 3) -> Found | None:

@@ -5,7 +5,7 @@ import numpy as np
 from trl_steady.report.history import History
 from trl_steady.report.signs.common import Found, lasts, median_gap, never_a_number, not_numbers, per_rollout
 from trl_steady.report.signs.reward import is_solved
-from trl_steady.report.statistics import bad_to_the_end, blocks, chance_of, last_sixth
+from trl_steady.report.statistics import blocks, chance_of, last_sixth, mostly_bad
 
 
 def not_a_number(history: History) -> Found | None:
@@ -57,7 +57,7 @@ def gradient_huge(history: History) -> Found | None:
     steps, values = per_rollout(history, "grad_norm")
     # advantages are about 1; the usual norm of the recorded and public logs is at most 138
     is_finite = values < 1e29  # blocks have 1e30 for infinity, and the scaler of fp16 skips such a step
-    where = bad_to_the_end(values[is_finite] > 1e4, least=2)
+    where = mostly_bad(values[is_finite] > 1e4, least=2)
     if where is None:
         return None
     usual = float(np.median(values[is_finite][where]))

@@ -8,7 +8,7 @@ from trl_steady.report.history import History
 from trl_steady.report.signs.common import Found, exceeds, lasts
 from trl_steady.report.signs.groups import one_length
 from trl_steady.report.signs.policy import grows
-from trl_steady.report.statistics import bad_to_the_end, blocks, change, noise, sixths
+from trl_steady.report.statistics import blocks, change, mostly_bad, noise, sixths
 
 _LENGTH = "completions/mean_length"
 _CUT_OFF = "completions/clipped_ratio"
@@ -85,7 +85,7 @@ def length_rewarded(history: History) -> Found | None:
     if growth.stop < 18:
         together = 0.9
     correlation = _correlation(length[growth], reward[growth])
-    where = bad_to_the_end(length > (start + end) / 2)
+    where = mostly_bad(length > (start + end) / 2)
     if where is None or correlation < together:
         return None
     text = f"{start:.3g} to {end:.3g} tokens; correlation with the reward's changes {correlation:.2f}"

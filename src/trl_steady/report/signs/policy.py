@@ -9,11 +9,11 @@ from trl_steady.report.signs.common import Found, mean_over_tokens, never_a_numb
 from trl_steady.report.signs.reward import ONE_SIDED, is_solved, learns, learnt, starts_high
 from trl_steady.report.statistics import (
     HEALTHY_TREND,
-    bad_to_the_end,
     blocks,
     chance_of_order,
     change,
     last_sixth,
+    mostly_bad,
     noise,
     running_median,
     sixths,
@@ -37,7 +37,7 @@ def grows(history: History, key: str, unit: str, floor: float, least: int = 6, f
     last = level[-1]
     grown = last - first
     has_doubled = grown >= max(first, floor) and grown > 2 * noise(values) and len(values) >= least
-    where = bad_to_the_end(values > min((first + last) / 2, far))
+    where = mostly_bad(values > min((first + last) / 2, far))
     if where is None or not (has_doubled or last >= far) or learns(history):
         return None
     return Found(int(steps[where.start]), key, f"{first:.3g} to {last:.3g} {unit}")
@@ -55,7 +55,7 @@ def policy_collapsed(history: History) -> Found | None:
     rollouts_per_step = len(history["reward"].steps) / len(history["entropy"].steps)  # in a step that was logged
     start = values[:3].max(initial=0.0)
     is_low = (values < 0.1 * start) & (start > 0)
-    where = bad_to_the_end(is_low)
+    where = mostly_bad(is_low)
     if where is None or _may_be_noise(history, values[where.start :], is_low, start):
         return None
     is_solved_now = len(reward) > 0 and np.median(is_solved(reward)[-3:]) > 0
@@ -111,7 +111,7 @@ def entropy_collapses(history: History) -> Found | None:
     first = max(level.max(), float(np.median(values[:3])))
     last = level[-1]
     is_low = values < level.max() / 2
-    where = bad_to_the_end(is_low)
+    where = mostly_bad(is_low)
     if where is None or _may_be_noise(history, values[where.start :], is_low, first):
         return None
     if last > first / 4 or learns(history):  # recorded and real runs that learn come as far as a quarter
@@ -138,7 +138,7 @@ def entropy_explodes(history: History) -> Found | None:
     level = sixths(values)
     first = min(float(np.median(values[:3])), level[0])
     last = level[-1]
-    where = bad_to_the_end(values > (first + last) / 2)
+    where = mostly_bad(values > (first + last) / 2)
     # a nat is 2.7 times as many tokens to choose from
     if where is None or last < first + 1 or last - first < 3 * noise(values):
         return None
@@ -226,7 +226,7 @@ def _stays_far(history: History) -> Found | None:
     of_all_groups(history, "reward")
     steps, kl = per_rollout(history, "kl")
     rewards = learnt(history)
-    where = bad_to_the_end(kl > _FAR)
+    where = mostly_bad(kl > _FAR)
     if where is None or len(kl) < 36 or len(rewards.values) < 36:
         return None
     since = int(steps[where.start])
@@ -283,7 +283,7 @@ def kl_holds(history: History) -> Found | None:
     level = sixths(reward)
     gain = float(level[-1] - level[0])
     # near the reference, the cost is half of the gain at the optimum of reward - beta KL
-    where = bad_to_the_end(cost > 0.4 * gain)
+    where = mostly_bad(cost > 0.4 * gain)
     if where is None or gain < noise(reward) / 2:
         return None
     evidence = f"costs {np.median(cost[where]):.2g} an answer with beta {beta:g}, the reward has gained {gain:.2g}"

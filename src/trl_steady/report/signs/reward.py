@@ -82,8 +82,8 @@ def learns(history: History) -> bool:
     may_rise = trend(values) > 1.3 and not is_lost  # one of ten without a trend
     if (has_risen and is_up) or is_surely_up or may_rise:
         return True
-    last_sixth = is_solved(values)[-1 - len(values) // 6 :]
-    return bool(last_sixth.mean() > 0.5)
+    newest = is_solved(values)[-1 - len(values) // 6 :]
+    return bool(newest.mean() > 0.5)
 
 
 def _functions(history: History) -> list[str]:

@@ -5,7 +5,7 @@ import numpy as np
 from trl_steady.report.history import History, counted
 from trl_steady.report.signs.common import Found
 from trl_steady.report.signs.reward import learns, learnt
-from trl_steady.report.statistics import bad_to_the_end, noise, sixths
+from trl_steady.report.statistics import mostly_bad, noise, sixths
 
 
 def nothing_clips(history: History) -> Found | None:
@@ -49,7 +49,7 @@ def reference_collapsed(history: History) -> Found | None:
     if len(values) < 12 or learns(history):
         return None
     level = sixths(values)
-    where = bad_to_the_end(values < (level[0] + level.max()) / 2)
+    where = mostly_bad(values < (level[0] + level.max()) / 2)
     is_small = level.max() - level[0] <= 2 * noise(values)
     if where is None or where.start <= values.argmax() or is_small:
         return None
@@ -80,7 +80,7 @@ def generation_slow(history: History) -> Found | None:
             rollout = np.searchsorted(steps, phase.steps, "right")
             np.add.at(total, rollout, phase.values)
     shares = seconds / np.maximum(total[1:], 1e-12)
-    where = bad_to_the_end(shares > 0.8, least=8)  # verl's runs have 0.45 to 0.7
+    where = mostly_bad(shares > 0.8, least=8)  # verl's runs have 0.45 to 0.7
     if where is None:
         return None
     return Found(int(steps[where.start]), "time/generation", f"{np.median(shares[where]):.0%} of the time")
