@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.tools.devices import CUDA, pretended_gpu
-from trl_steady.features.critic import scalar_head
 from trl_steady.features.critic.feature import Critic
+from trl_steady.features.scalar_head import feature as scalar_head
 from trl_steady.features.scalar_head.model import ScalarHeadModel
 
 

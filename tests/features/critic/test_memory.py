@@ -14,8 +14,8 @@ import trl_steady
 from tests.features.critic import tools as critics
 from tests.features.critic.tools import KINDS, build, critic_parameters, policy_parameters
 from tests.tools import tiny
-from trl_steady.features.critic import model as critic_model
 from trl_steady.features.critic.feature import Critic
+from trl_steady.features.scalar_head import model as critic_model
 
 CHECKPOINTING = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}
 BUDGET = {"token_budget": 30, "gradient_accumulation_steps": 2}
