@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 # a build of torch for another CUDA has other libraries than those of PyPI's build
 ifneq ($(findstring whl/cu,$(PIP_FLAGS)),)
-CONSTRAINTS := $(shell mkdir -p outputs && grep -vE '^(cuda|nvidia)-' constraints.txt > outputs/constraints.txt; \
+CONSTRAINTS := $(shell mkdir -p outputs && grep -vE '^(cuda|nvidia)-' $(CONSTRAINTS) > outputs/constraints.txt; \
 	echo outputs/constraints.txt)
 endif
 INSTALL := -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) $(PIP_FLAGS)

@@ -70,7 +70,7 @@ def unpacked() -> Path:
     from common import smollm2
 
     if not (_SMOLLM2 / "config.json").is_file():
-        unfinished = _SMOLLM2.with_name(f"{_SMOLLM2.name}.part")
+        unfinished = _SMOLLM2.with_name(f"{_SMOLLM2.name}.{os.getpid()}")
         shutil.rmtree(unfinished, ignore_errors=True)
         smollm2.unpack(unfinished)
         unfinished.rename(_SMOLLM2)

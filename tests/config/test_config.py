@@ -410,6 +410,8 @@ def test_options_with_effect_do_not_warn(tmp_path: Path) -> None:
         {"loss_type": "dppo", **ON_POLICY, "use_vllm": True, "sampler_penalty": 1e-3},
         {"loss_type": "gspo", "gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_iterations": 2},
         {"loss_type": "grpo", **ON_POLICY},
+        {"loss_type": "gspo", **ON_POLICY, "top_entropy_quantile": 0.3},  # GSPO's gradient still has all tokens
+        {"loss_type": "gmpo", **ON_POLICY, "use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
         {"loss_type": "grpo", **ON_POLICY, "skip_old_pass": False},
         {"loss_type": "grpo", "kl_estimator": "k1", "beta": 0.1},
         {"router_replay": "R2", "router_replay_reference": True, "beta": 0.1},

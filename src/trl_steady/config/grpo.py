@@ -182,6 +182,8 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         loss_type = f"loss_type={self.loss_type!r}"
         if self.loss.is_ours:
             why = self._why_on_sampler if self.loss.to_sampler else self._why_on_policy
+            if self.loss.advantages == "sequence" and self._chooses_tokens:
+                why = None  # it acts on whole sequences, and TRL's losses on the chosen tokens
             if why is not None:  # TRL's default reduces tokens otherwise than some of our losses
                 why = why._replace(instead=f"set loss_type={self.loss.trl_loss!r}, which then trains the same")
             reasons["loss_type"] = why
@@ -300,6 +302,13 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     @property
     def _takes_token_advantages(self) -> bool:
         return self.loss.takes_token_advantages(self.importance_sampling_level or "token")
+
+    @property
+    def _chooses_tokens(self) -> bool:
+        """True if tokens of one sequence have other weights in TRL's losses."""
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        weighs_tokens = corrects and self.vllm_importance_sampling_mode.startswith("token")
+        return self.top_entropy_quantile < 1.0 or weighs_tokens
 
     @property
     def _why_on_sampler(self) -> Idle | None:

@@ -273,10 +273,10 @@ class SharedOptions(EvaluationOptions):
         if self.router_replay == "R2":
             reasons["router_replay"] = self._why_on_policy
         if not self.truncations:
-            keep = "top_p, top_k and min_p keep every token"
+            fix = "Set top_p below 1"
             if not self.use_vllm:
-                keep = f"{keep}, unless the model's generation_config excludes some"
-            reasons["keep_sampling_mask"] = Idle(keep, "Set top_p below 1")
+                fix = f"{fix}, rely on a generation_config of the model that excludes tokens"
+            reasons["keep_sampling_mask"] = Idle("top_p, top_k and min_p keep every token", fix)
         if self.fp16 and self.deepspeed_plugin is not None:
             because = "fp16=True with DeepSpeed, whose loss scaler leaves such steps out and does not tell"
             reasons["skip_nonfinite_steps"] = Idle(because, "Set bf16=True")

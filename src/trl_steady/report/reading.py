@@ -285,7 +285,9 @@ def _read_state(state: Mapping[str, Any], key: str, name: str, file: Path | None
     max_steps = state.get("max_steps")
     if isinstance(max_steps, int) and max_steps > 0:  # the config of a run of epochs has -1
         run["settings"] = {**run.get("settings", {}), "max_steps": max_steps}
-    return Reading(kept, run)
+    step = state.get("global_step")
+    has_ended = isinstance(step, int) and isinstance(max_steps, int) and 0 < max_steps <= step
+    return Reading(kept, run, has_ended=has_ended)
 
 
 def _run(file: Path | None) -> dict[str, Any]:
