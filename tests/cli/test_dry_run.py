@@ -18,6 +18,7 @@ from tests.cli import tools as own_scripts
 from tests.cli.tools import IMPORTS, Launched, Scripts
 from tests.tools import tiny
 from tests.tools.script import figure
+from trl_steady.cli import device_memory
 from trl_steady.cli import main as cli
 from trl_steady.cli.device_memory import _owner, _sizes, host_memory, memory
 from trl_steady.cli.dry_run import dry_run
@@ -205,17 +206,28 @@ def peak(moments: dict[str, float]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("of_policy", "of_critic"), [(5.0, 7.0), (9.0, 7.0)])
 def test_a_micro_batch_takes_what_the_critic_takes_if_that_is_more(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_policy: float, of_critic: float
 ) -> None:
-    """A whole critic computes in float32. On a GPU, and in a tile of few columns, the policy's head takes little."""
-    monkeypatch.setattr(formulas, "VOCAB_TILE", 64)
+    """As on a quantised base with a float32 adapter of the policy."""
     trainer = tiny.trainer(models["dense"], tmp_path, method="PPO", num_generations=1)
-    monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
-    sizes = _sizes(trainer.model)
-    assert sizes is not None
-    policy, critic = (peak(formulas.passes(sizes, "full", 32, critic=of)) for of in (False, True))
-    assert policy < critic == memory(trainer)["micro-batch of 32 tokens"]
+
+    def passes(*_: Any, critic: bool = False, **__: Any) -> dict[str, float]:
+        return {"kept": 100.0, "layer backward": of_critic if critic else of_policy}
+
+    monkeypatch.setattr(device_memory, "passes", passes)
+    assert memory(trainer)["micro-batch of 32 tokens"] == 100 + max(of_policy, of_critic)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mode", ["full", "LoRA", "QLoRA"])
+def test_a_critic_takes_no_more_than_the_policy_in_the_same_mode(mode: str) -> None:
+    """Both compute under autocast, and the critic has no LM head."""
+    sizes = formulas.Model(384, 8, 8, 4, 1152, head_dim=64, vocab=8192)
+    policy, critic = (formulas.passes(sizes, mode, 2048, critic=of) for of in (False, True))
+    assert all(critic[moment] <= policy[moment] for moment in ("kept", "layer backward"))
+    assert mode == "LoRA" or critic["kept"] == policy["kept"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
