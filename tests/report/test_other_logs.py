@@ -320,7 +320,7 @@ def tinker_lines(step: int) -> str:
 
 
 def tinker_box(step: int) -> str:
-    """What the console has. The loop of asynchronous training has no `progress/batch`."""
+    """The console shows a box for each step. The loop of asynchronous training has no `progress/batch`."""
     values = {name: value for name, value in tinker_metrics(step).items() if name != "progress/batch"}
     lines = [
         f"ml_log:317 [INFO]\n{f'Step {step}':^47}",

@@ -256,7 +256,7 @@ class Idle(NamedTuple):
     fix: str
     """The start of a sentence, such as "Set beta above 0"; "" if nothing but `instead` helps."""
     instead: str = "leave it unset"
-    """What trains the same as now."""
+    """The end of that sentence names what trains the same as now."""
 
 
 def why_disabled(config: object, *names: str) -> Idle | None:

@@ -187,7 +187,7 @@ class _Pass:
 
     @property
     def saved(self) -> int:
-        """What autograd saves for a layer, without the layer's input."""
+        """Autograd saves these bytes for a layer, without the layer's input."""
         states = self.model.activation * self.inner + self.routed
         if self.full or not self.model.experts:  # the linear layers of an MLP need their inputs for a gradient
             states += self.inner + self.routed
@@ -195,7 +195,7 @@ class _Pass:
 
     @property
     def _saved_for_attention(self) -> int:
-        """What autograd saves for a token in one layer, without its MLP and without the layer's input."""
+        """Autograd saves these bytes for a token in one layer, without its MLP and without the layer's input."""
         model = self.model
         query = model.heads * model.head_dim
         key = model.kv_heads * model.head_dim
