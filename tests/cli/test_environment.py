@@ -1,14 +1,21 @@
 """What `trl-steady env` and `trl-steady methods` say."""
 
 import importlib.metadata
+import json
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import trl
+import yaml
 
 import trl_steady
 from tests.tools import tiny
@@ -18,6 +25,7 @@ from trl_steady.losses import LOSSES
 from trl_steady.trl_bridge.overrides import ACTS_IN
 
 ROOT = Path(__file__).parents[2]
+SOURCE = Path(trl_steady.__file__).parent
 
 
 def test_the_report_has_versions(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +34,40 @@ def test_the_report_has_versions(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("trl", "transformers", "peft", "bitsandbytes"):
         assert re.search(rf"(?im)^- {name} version: {re.escape(importlib.metadata.version(name))}$", out), name
     assert f"\n- trl-steady version: {trl_steady.__version__}\n" in out
+
+
+@pytest.fixture
+def without_trl(tmp_path: Path) -> Callable[..., str]:
+    """Return a function that runs `trl-steady` with NumPy and PyYAML alone, and returns its output."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "trl_steady").symlink_to(Path(trl_steady.__file__).parent)
+    for module in (numpy, yaml):
+        folder = Path(module.__file__ or "").parent
+        (packages / folder.name).symlink_to(folder)
+    libraries = Path(numpy.__file__).parents[1] / "numpy.libs"
+    (packages / "numpy.libs").symlink_to(libraries)
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-S", "-m", "trl_steady", *arguments]  # -S: without site-packages
+        environment = {**os.environ, "PYTHONPATH": str(packages)}
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+    return run
+
+
+def test_versions_and_the_report_need_no_trl(without_trl: Callable[..., str], tmp_path: Path) -> None:
+    assert without_trl("--version") == f"trl-steady {trl_steady.__version__}, TRL is not installed\n"
+    skill = tmp_path / "packages" / "trl_steady" / cli.SKILL.relative_to(SOURCE)
+    assert without_trl("env").splitlines() == [
+        "- trl is not installed, so that only the report and the formulas work",
+        f"- trl-steady version: {trl_steady.__version__}",
+        f"- trl-steady skill for coding agents: {skill}",
+    ]
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(f'{{"step": {step}, "reward": 0.5, "reward_std": 0}}\n' for step in range(1, 31)))
+    (diagnosis,) = json.loads(without_trl("report", "--json", str(log))).values()
+    assert [finding["name"] for finding in diagnosis["findings"]] == ["reward-constant"]
 
 
 def test_the_table_has_every_method_with_its_page(capsys: pytest.CaptureFixture[str]) -> None:

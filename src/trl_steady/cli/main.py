@@ -7,7 +7,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -163,16 +163,31 @@ def methods() -> str:
 
 
 def env() -> str:
-    """Print the versions of TRL and of its packages for a bug report, and return that of trl-steady, and its skill."""
-    from trl.scripts.env import print_env
+    """Print the versions of TRL and of its packages for a bug report, and return that of trl-steady, and its skill.
 
-    print_env()
+    The report and the formulas work without TRL, so its absence is no error.
+    """
+    try:
+        from trl.scripts.env import print_env
+    except ModuleNotFoundError as missing:
+        print(f"- {missing.name} is not installed, so that only the report and the formulas work")
+    else:
+        print_env()
     return f"- trl-steady version: {__version__}\n- trl-steady skill for coding agents: {SKILL}"
+
+
+def versions() -> str:
+    """Return the versions of trl-steady and of TRL."""
+    try:
+        of_trl = f"trl {version('trl')}"
+    except PackageNotFoundError:
+        of_trl = "TRL is not installed"
+    return f"trl-steady {__version__}, {of_trl}"
 
 
 _DRY_RUNS = ("--dry-run", "--dry-run=step")
 _HELP_OPTIONS = ("-h", "--help")
-_TABLES = {"methods": methods, "env": env, "--version": lambda: f"trl-steady {__version__}, trl {version('trl')}"}
+_TABLES = {"methods": methods, "env": env, "--version": versions}
 
 
 def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:

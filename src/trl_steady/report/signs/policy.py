@@ -67,7 +67,7 @@ def policy_collapsed(history: History) -> Found | None:
     is_slow = where.start - high > 1 and rollouts > 10
     if is_slow and learns(history) and not _is_stuck(history):
         return None
-    evidence = f"{np.median(values[where]):.2g} nats, down from {start:.3g} until step {steps[high]}"
+    evidence = f"{np.median(values[where]):.2g} nats; it fell from {start:.3g} after step {steps[high]}"
     return Found(int(steps[where.start]), "entropy", evidence)
 
 
