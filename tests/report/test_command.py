@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -291,6 +292,44 @@ def test_a_checkpoint_of_a_run_that_goes_on_is_no_run_that_is_over(tmp_path: Pat
     assert History.read(tmp_path).is_over
     state.write_text(json.dumps({"log_history": rows, "max_steps": 6, "global_step": 6}))  # not each step is logged
     assert History.read(state).is_over
+
+
+@pytest.mark.parametrize(
+    ("save_steps", "seconds", "minutes", "is_over"),
+    [
+        (20, 60.0, 35, False),  # the next checkpoint comes after 20 minutes
+        (20, 60.0, 45, True),
+        (500, 60.0, 75, False),  # saved each epoch, as it seems
+        (500, 60.0, 85, True),
+        (20, 6.0, 9, False),
+        (20, 6.0, 11, True),
+        (20, None, 11, True),
+        (None, 60.0, 11, True),
+        (20, float("nan"), 11, True),
+    ],
+)
+def test_a_run_may_go_on_until_its_next_checkpoint_is_overdue(
+    save_steps: int | None, seconds: float | None, minutes: int, is_over: bool, tmp_path: Path
+) -> None:
+    rows = [{"step": step, "reward": 0.5, "loss": 0.0, "step_time": seconds} for step in range(1, 41)]
+    state = tmp_path / "checkpoint-40" / "trainer_state.json"
+    state.parent.mkdir()
+    of_run = {"max_steps": 1000, "global_step": 40, "save_steps": save_steps}
+    state.write_text(json.dumps({"log_history": rows, **of_run}))
+    written = time.time() - 60 * minutes
+    os.utime(state, (written, written))
+    assert History.read(tmp_path).is_over is is_over
+
+
+def test_a_log_may_go_on_until_its_next_row_is_overdue(tmp_path: Path) -> None:
+    """Rows stand ten steps apart, and a step takes 90 seconds."""
+    rows = [{"step": step, "reward": 0.5, "loss": 0.0, "step_time": 90.0} for step in range(10, 200, 10)]
+    file = tmp_path / "train.log"
+    file.write_text("\n".join([*map(str, rows), " 19%|#  | 190/1000 [4:45:00<1:00]"]))
+    for minutes, is_over in ((25, False), (35, True)):
+        written = time.time() - 60 * minutes
+        os.utime(file, (written, written))
+        assert History.read(file).is_over is is_over
 
 
 def test_bytes_of_other_encodings_are_read(tmp_path: Path) -> None:

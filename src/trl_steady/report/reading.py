@@ -3,11 +3,14 @@
 import csv
 import io
 import json
+import math
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import IO, Any, NamedTuple
 
 from trl_steady.report.exports import csv_columns, csv_records, csv_runs, json_records, row_records
@@ -24,7 +27,7 @@ _LOGS = ("*.log", "*.txt", "*.out", "*.jsonl")
 _LARGEST = 500_000_000  # bytes of a log that nobody has named
 _OF_RUN = {"settings": dict, "notes": list, "formats": dict, "versions": dict, "answers": list}  # of steady.json
 _FORMATS = "trl-steady: engine"  # the beginning of the line that `EngineCheck` prints
-_LIVE = 600.0  # seconds since a file was written, within which its run may go on
+_LIVE = 600.0  # seconds since a file was written, within which its run may go on; longer if it is written less often
 
 
 class Reading(NamedTuple):
@@ -42,6 +45,8 @@ class Reading(NamedTuple):
     """Files that could not be read."""
     has_ended: bool = False
     """True if the log says that the run has ended."""
+    written_every: float = 1.0
+    """Steps from one writing of the file to the next."""
 
 
 def read(path: str | Path) -> Reading:
@@ -160,12 +165,22 @@ def _read_file(file: Path) -> Reading:
     if found.has_ended:
         return found
     planned = found.run.get("settings", {}).get("max_steps", 0)
-    is_new = time.time() - file.stat().st_mtime < _LIVE
+    is_new = time.time() - file.stat().st_mtime < _longest_pause(found)
     is_moved = file.name == _STATE and not file.parent.name.startswith("checkpoint-")  # out of its checkpoint
     if is_new and not is_moved and found.rows and planned > _step(found.rows[-1]):
         remark = "the file is new, so the run may go on"
         return found._replace(is_over=False, remarks=[*found.remarks, remark])
     return found
+
+
+def _longest_pause(found: Reading) -> float:
+    """Return the seconds for which a run that goes on may write nothing, such as until its next checkpoint."""
+    times = [row.get("step_time") for row in found.rows]
+    seconds = [each for each in times if isinstance(each, (int, float)) and math.isfinite(each)]
+    if not seconds:
+        return _LIVE
+    usual = found.written_every * median(seconds)
+    return max(_LIVE, 2 * usual)  # an evaluation, or longer answers, take their time
 
 
 def _read_stream(stream: IO[bytes]) -> Reading:
@@ -287,7 +302,11 @@ def _read_state(state: Mapping[str, Any], key: str, name: str, file: Path | None
         run["settings"] = {**run.get("settings", {}), "max_steps": max_steps}
     step = state.get("global_step")
     has_ended = isinstance(step, int) and isinstance(max_steps, int) and 0 < max_steps <= step
-    return Reading(kept, run, has_ended=has_ended)
+    save_steps = state.get("save_steps")
+    written_every = 1
+    if isinstance(step, int) and isinstance(save_steps, int):
+        written_every = min(step, save_steps)  # save_steps has its default, 500, in a run that saves each epoch
+    return Reading(kept, run, has_ended=has_ended, written_every=written_every)
 
 
 def _run(file: Path | None) -> dict[str, Any]:
@@ -326,7 +345,14 @@ def _reading(log: Log) -> Reading:
         flags=log.flags,
         remarks=log.remarks,
         has_ended=log.has_ended,
+        written_every=_usual_gap(log.rows),
     )
+
+
+def _usual_gap(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the steps from one row to the next."""
+    gaps = [_step(after) - _step(before) for before, after in pairwise(rows)]
+    return median([gap for gap in gaps if gap > 0] or [1.0])
 
 
 def _step(row: Mapping[str, Any]) -> float:
