@@ -198,7 +198,7 @@ def _looked_for(history: History, missing: Mapping[str, str]) -> str:
             looked += 1
         elif can_log(missing[symptom.name], framework):
             lacking += 1
-    text = f" (this log can show {looked} of {looked + lacking})"
+    text = f" (of {looked + lacking} symptoms, this log can show {looked})"
     areas = blind(history.keys, framework)
     if areas:
         text = f"{text}; not in this log: {', '.join(areas)}"
