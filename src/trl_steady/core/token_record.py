@@ -49,6 +49,11 @@ class TokenRecord:
         self.values: Any = None
         """The values of the padded batch, once they are known."""
 
+    @property
+    def turns(self) -> list[list[Traced]]:
+        """What `stitched` takes: one turn, because later turns are joined to it as they come."""
+        return [self.sequences]
+
     def add(self, turn: Turn, values: Sequence[Tensor]) -> None:
         """Add the values of a turn: (T, *) for each of its sequences, or (T - 1, *) without the last token."""
         sequences: list[Traced] = []
@@ -65,14 +70,14 @@ class TokenRecord:
     def as_padded(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the values (B, L, *) of the tokens of a padded batch, as the function `aligned`."""
         with self._naming_option():
-            return aligned(stitched([self.sequences]), input_ids, attention_mask)
+            return aligned(stitched(self.turns), input_ids, attention_mask)
 
     def take(self, sequences: Sequence[list[int]]) -> list[Any]:
         """Remove what was recorded for B sequences of tokens, and return it, one item for each, as `matched`."""
         with self._naming_option():
-            recorded = self.sequences
+            turns = self.turns
             self.sequences = []
-            return matched(stitched([recorded]), sequences)
+            return matched(stitched(turns), sequences)
 
     def give(self, items: Sequence[Any]) -> None:
         """Record items of `take` again, of any sequences and rounds."""

@@ -40,7 +40,8 @@ def reward_flat(history: History) -> Found | None:
             texts.append(text)
             is_still = not has_moved
     is_still = is_still and len(texts) > 1
-    return Found(int(steps[0]), "reward", "; ".join(texts), {"sinks": sinks, "still": is_still})
+    facts = {"sinks": sinks, "still": is_still, "frozen": is_still and _is_frozen(history)}
+    return Found(int(steps[0]), "reward", "; ".join(texts), facts)
 
 
 # what a policy that moves changes -> the least change of its level
@@ -57,6 +58,15 @@ def _movement(history: History, key: str, floor: float) -> tuple[str, bool]:
     before = float(values[:third].mean())
     has_moved = abs(moved.amount) > max(floor, 0.1 * abs(before)) and abs(moved.z) > HEALTHY_TREND
     return f"{key} {before:.3g} to {before + moved.amount:.3g}", has_moved
+
+
+def _is_frozen(history: History) -> bool:
+    """Tell whether the KL is 0 in each log, although most updates have a gradient."""
+    if "kl" not in history.keys or "grad_norm" not in history.keys:
+        return False
+    kl = history["kl"].finite.values
+    gradient = history["grad_norm"].finite.values
+    return len(kl) >= 10 and not kl.any() and len(gradient) > 0 and bool(np.median(gradient) > 0)
 
 
 def _has_risen(values: np.ndarray, sure: float) -> bool:

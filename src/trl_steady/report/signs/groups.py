@@ -33,11 +33,34 @@ def groups_of_one(history: History) -> Found | None:
 
 
 def groups_all_right(history: History) -> Found | None:
-    """Find groups whose answers are nearly all right: the reward is at its top, or it has risen to the top quarter."""
+    """Find groups whose answers are nearly all right: the reward is at its top, or it has risen to the top quarter.
+
+    Problems that are solved from the start waste fewer groups, but all along.
+    """
     found, place, has_risen = _equal_groups(history)
     if all_cut_off(history):  # then nothing has been solved
         return None
+    if found is None:
+        return _solved_from_the_start(history)
     return found if _is_at_top(place, has_risen) else None
+
+
+def _solved_from_the_start(history: History) -> Found | None:
+    """Find a reward of 0.9 or more at both ends, in a run that has wasted three quarters of its groups."""
+    key = of_all_groups(history, _ALIKE)
+    reward = blocks(history, "reward", None).values
+    shares = history.finite_values(key)
+    if len(reward) < 12 or not len(shares) or _is_ppo(history) or not is_share(reward):
+        return None
+    wasted = float(shares.mean())
+    if wasted < 0.75:
+        return None
+    sixth = len(reward) // 6
+    first = float(reward[:sixth].mean())
+    last = float(last_sixth(reward).mean())
+    if min(first, last) < 0.9:
+        return None
+    return Found(1, key, f"{wasted:.2f} on average; reward {first:.3g} at the start, {last:.3g} at the end")
 
 
 def groups_all_wrong(history: History) -> Found | None:
@@ -86,9 +109,7 @@ def _equal_groups(history: History) -> tuple[Found | None, float, bool]:
     history.require(key)
     found = exceeds(history, key, 0.9, least=6, of_rollouts=True)
     reward = blocks(history, "reward", None).values
-    # under PPO, a group can be one answer
-    is_ppo = history.settings.get("num_generations") == 1 or any(key.startswith("value/") for key in history.keys)
-    if found is None or is_ppo or len(reward) < 6:
+    if found is None or _is_ppo(history) or len(reward) < 6:
         return None, 0.5, False
     low, high = reward.min(), reward.max()
     if low == high and low not in (0, 1):  # a constant reward
@@ -102,6 +123,11 @@ def _equal_groups(history: History) -> tuple[Found | None, float, bool]:
     if abs(trend(reward)) > HEALTHY_TREND:  # it has shown its range
         return found, (last - low) / (high - low), has_risen
     return found, 0.5, has_risen
+
+
+def _is_ppo(history: History) -> bool:
+    """Tell whether a group can be one answer."""
+    return history.settings.get("num_generations") == 1 or any(key.startswith("value/") for key in history.keys)
 
 
 def all_alike(history: History) -> bool:
