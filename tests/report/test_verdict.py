@@ -46,3 +46,19 @@ def test_a_symptom_that_passed_is_told_with_its_end_and_is_no_headline() -> None
         [found]
     )
     assert verdict([found]).startswith("symptoms: 0") and look(history(rows))[0] == {}
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "is_shown"),
+    [
+        ({}, False),
+        ({"eval_reward": 0.5}, True),
+        ({"eval_accuracy": 0.5}, True),
+        ({"held-out greedy accuracy": 0.5}, True),
+    ],
+)
+def test_a_log_without_an_evaluation_is_said_to_have_none(evaluation: dict[str, float], is_shown: bool) -> None:
+    """A training reward that rises may be exploited, and only an evaluation shows it."""
+    rows = [{**row, **evaluation, "step": step} for step, row in enumerate(LITTLE * 6, start=1)]
+    first = verdict(diagnose(History(rows))[0]).splitlines()[0]
+    assert ("held-out (needs eval_strategy)" in first) is not is_shown

@@ -1,5 +1,6 @@
 """The frameworks whose logs are read: which one wrote a log, and what its names mean. `aliases.toml` has the names."""
 
+import fnmatch
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -134,8 +135,9 @@ AREAS: Mapping[str, Sequence[str]] = {
     "gradient": ("grad_norm",),
     "engine": ("mismatch/kl", "sampling/sampling_logp_difference/mean", "mismatch/effective_sample_size"),
     "time": ("time/generation", "step_time"),
+    "held-out": ("eval*", "held-out greedy accuracy"),
 }
-"""The areas that a report looks at, each with the metrics that show it. Without any of them, an area is blind."""
+"""The areas that a report looks at, each with patterns of the metrics that show it. Without any, an area is blind."""
 
 
 def of_title(title: str) -> Framework:
@@ -294,8 +296,8 @@ def blind(keys: Iterable[str], framework: Framework) -> list[str]:
     """Return the areas that a log does not show, each with the option with which the framework logs it."""
     keys = set(keys)
     areas: list[str] = []
-    for area, metrics in AREAS.items():
-        if not keys.isdisjoint(metrics):
+    for area, patterns in AREAS.items():
+        if any(fnmatch.filter(keys, pattern) for pattern in patterns):
             continue
         if area == "reward":
             areas.append(area)
