@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from trl_steady.report.block_forms import Block, Table
 from trl_steady.report.cut_lines import whole
-from trl_steady.report.line_forms import bars, cells, dicts, listed, live_line, pairs
+from trl_steady.report.line_forms import bars, cells, counted_cells, dicts, listed, live_line, pairs
 from trl_steady.report.record import Record
 
 
@@ -17,7 +17,7 @@ def records(lines: Iterable[str]) -> Iterator[Record]:
         if not line or line.isspace():
             continue
         yield from bars(line)
-        found = pairs(line) or cells(line) or listed(line) or live_line(line) or dicts(line)
+        found = pairs(line) or cells(line) or counted_cells(line) or listed(line) or live_line(line) or dicts(line)
         yield from found
         if found:
             continue

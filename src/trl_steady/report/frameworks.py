@@ -162,6 +162,8 @@ def recognised(raws: Iterable[str], forms: Iterable[str] = ()) -> Framework:
             count += any(sign.search(raw) for sign in framework.signs)
         if framework.form in forms and not _has_names_of_another(raws, framework):
             count += 1
+        if count == 1 and _has_names_of_another(raws, framework):  # a script of one's own can have one such name
+            continue
         if count > most and any(framework.shows(raw) for raw in raws):
             best = framework
             most = count
@@ -244,7 +246,19 @@ def with_slashes(raws: Iterable[str]) -> dict[str, str]:
         if count > most:
             best = found
             most = count
+    if "completions/mean_length" in best.values():  # TRL's, which others log too
+        best |= _reward_functions(raws)
     return best
+
+
+def _reward_functions(raws: Iterable[str]) -> dict[str, str]:
+    """Return the names of reward functions that an export has without slashes, each with TRL's."""
+    found: dict[str, str] = {}
+    for raw in raws:
+        match = re.fullmatch(r"rewards_(.+)_(mean|std)", raw)
+        if match:
+            found[raw] = f"rewards/{match[1]}/{match[2]}"
+    return found
 
 
 _PLAIN_NAMES = frozenset(name for framework in FRAMEWORKS.values() for name in (*framework.names, *framework.never))

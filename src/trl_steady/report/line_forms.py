@@ -87,6 +87,23 @@ def cells(line: str) -> list[Record]:
     return found
 
 
+_COUNTED = re.compile(r"(?:^|[\s\]])(\d+)/(\d+) \| ([A-Za-z][\w ]*[=:][^'\"`]+)")
+
+
+def counted_cells(line: str) -> list[Record]:
+    """Return the record of a line such as `[math]  3/100 | loss=0.1 | reward=0.5`."""
+    if " | " not in line:
+        return []
+    match = _COUNTED.search(line)
+    if match is None:
+        return []
+    step, last, text = match.groups()
+    values = _cell_values(text.split(" | "))
+    if len(values) < 2:
+        return []
+    return [_record("cells", "Step", step, last, values)]
+
+
 _CELL = re.compile(rf"([A-Za-z][\w./ -]*?)(?:\s*[:=]\s*|\s+)({NUMBER}|nan|inf)(?:(%)|/(\d+))?")
 _SECONDS = re.compile(rf"(?:Time:? ?)?\s*(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:({NUMBER})s)?$")
 

@@ -5,7 +5,7 @@ import numpy as np
 from trl_steady.report.history import History
 from trl_steady.report.signs.common import Found, alike, of_all_groups
 from trl_steady.report.signs.groups import all_alike, all_cut_off
-from trl_steady.report.signs.reward import ONE_SIDED, TOP_QUARTER, as_share, starts_high, usual_spread
+from trl_steady.report.signs.reward import ONE_SIDED, TOP_QUARTER, as_share, shrunk, starts_high, usual_spread
 from trl_steady.report.statistics import HEALTHY_TREND, blocks, change, noise, trend
 
 
@@ -40,7 +40,15 @@ def reward_flat(history: History) -> Found | None:
             texts.append(text)
             is_still = not has_moved
     is_still = is_still and len(texts) > 1
-    facts = {"sinks": sinks, "still": is_still, "frozen": is_still and _is_frozen(history)}
+    lengths = shrunk(history) if sinks else ""
+    if lengths:
+        texts.append(lengths)
+    facts = {
+        "sinks": sinks,
+        "shrinks": bool(lengths),
+        "still": is_still,
+        "frozen": is_still and _is_frozen(history),
+    }
     return Found(int(steps[0]), "reward", "; ".join(texts), facts)
 
 

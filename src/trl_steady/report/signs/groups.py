@@ -4,7 +4,7 @@ import numpy as np
 
 from trl_steady.report.history import History
 from trl_steady.report.signs.common import Found, exceeds, of_all_groups
-from trl_steady.report.signs.reward import LEAST_GOOD, is_share
+from trl_steady.report.signs.reward import is_share
 from trl_steady.report.statistics import HEALTHY_TREND, blocks, last_sixth, trend
 
 _ALIKE = "frac_reward_zero_std"
@@ -81,16 +81,35 @@ def groups_all_wrong(history: History) -> Found | None:
 def _all_zero(history: History) -> Found | None:
     """Find a reward that is never negative and nearly always 0: then each answer has 0, and no group differs."""
     steps, values = history[of_all_groups(history, "reward")].finite
-    zeros = int((values == 0).sum())
-    if len(values) < 20 or values.min() < 0 or zeros < 0.9 * len(values) or not 0 < values.max() < LEAST_GOOD:
+    if len(values) < 20 or values.min() < 0 or values.max() == 0:
+        return None
+    is_zero = values == 0
+    zeros = int(is_zero.sum())
+    recent = is_zero[-(len(values) // 3) :]
+    if zeros < 0.8 * len(values) or recent.mean() < 0.8:
         return None
     return Found(int(steps[0]), "reward", f"0 in {zeros} of {len(values)} logs, at most {values.max():.2g}")
 
 
 def groups_alike(history: History) -> Found | None:
     """Find groups whose answers nearly all get the same reward, which differs among groups or is neither."""
+    if _ALIKE not in history.keys and "reward_std" in history.keys:
+        return _without_spread(history)
     found, place, has_risen = _equal_groups(history)
     return found if place > 0.25 and not _is_at_top(place, has_risen) else None
+
+
+def _without_spread(history: History) -> Found | None:
+    """Find a spread within groups that is 0 in nearly all logs. Old versions of TRL log no share of equal groups."""
+    steps, values = history["reward_std"].finite
+    reward = history["reward"].finite.values
+    if len(values) < 20 or _is_ppo(history) or not len(reward) or not np.ptp(reward):
+        return None
+    is_zero = values == 0
+    recent = is_zero[-(len(values) // 3) :]
+    if is_zero.mean() < 0.8 or recent.mean() < 0.8:
+        return None
+    return Found(int(steps[0]), "reward_std", f"0 in {int(is_zero.sum())} of {len(values)} logs")
 
 
 def _is_at_top(place: float, has_risen: bool) -> bool:

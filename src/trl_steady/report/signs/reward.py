@@ -191,7 +191,26 @@ def reward_falls(history: History) -> Found | None:
     fall = _lasting_fall(history, values, float(spread.mean()) if len(spread) else 0.0)
     if fall is None:
         return None
-    return Found(int(steps[fall.start]), "reward", f"{fall.high:.3g} before, {fall.low:.3g} since")
+    text = f"{fall.high:.3g} before, {fall.low:.3g} since"
+    lengths = shrunk(history)
+    if lengths:
+        text = f"{text}; {lengths}"
+    return Found(int(steps[fall.start]), "reward", text, {"shrinks": bool(lengths)})
+
+
+def shrunk(history: History) -> str:
+    """Return how long answers were and are if they have shrunk to a third or less, else an empty text."""
+    key = "completions/mean_length"
+    if key not in history.keys:
+        return ""
+    values = history.finite_values(key)
+    if len(values) < 12:
+        return ""
+    first = float(np.median(values[:3]))
+    last = float(sixths(values)[-1])
+    if last > first / 3:
+        return ""
+    return f"{key} {first:.3g} to {last:.3g}"
 
 
 def reward_part_falls(history: History) -> Found | None:
