@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from trl_steady.report.history import History
-from trl_steady.report.symptoms import look
+from trl_steady.report.symptoms import diagnose, look
+
+Row = dict[str, Any]
 
 
 def run(key: str = "eval_accuracy", *, seed: int = 0, to: float = 0.2, answers: int = 100, **more: Any) -> History:
@@ -89,3 +91,40 @@ def test_a_reward_without_numbers_is_no_error_of_a_sign() -> None:
             rows.append({"step": step, "eval_reward": 1 - step / 400})
     found, _ = look(History(rows, {"notes": [], "settings": {}}))
     assert "held-out-falls" not in found
+
+
+def evaluated(accuracy: Callable[[float], float], reward: Callable[[float], float], **others: float) -> list[Row]:
+    """Return a log of 80 steps with an evaluation every five. Functions are of the share that is done."""
+    random = np.random.default_rng(5)
+    log: list[Row] = []
+    for step in range(1, 81):
+        row: Row = {"step": step, "reward": float(random.binomial(128, reward(step / 80))) / 128, "reward_std": 0.3}
+        if step % 5 == 0:
+            row |= {"eval_accuracy": float(random.binomial(200, accuracy(step / 80))) / 200, **others}
+        log.append(row)
+    return log
+
+
+def test_a_metric_that_has_fallen_to_its_floor_has_not_passed() -> None:
+    """An exploit that is complete: for most of the run, the metric falls no more and the reward rises little."""
+    rows = evaluated(lambda done: 0.4 if done < 0.3 else 0.06, lambda done: min(0.4 + 2 * done, 0.97))
+    (found,) = (each for each in diagnose(History(rows))[0] if each.symptom.name == "evaluation-falls")
+    assert found.passed is None and found.symptom.level == "critical"
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "reward", "others", "advice"),
+    [
+        (0.1, 0.97, {"eval_reward": 0.96}, "The reward pays for answers that the metric calls wrong"),
+        (0.3, 0.97, {"eval_reward": 0.3}, "are the training data shuffled"),
+        (0.1, 0.97, {}, "are the training data shuffled"),
+        (0.6, 0.97, {"eval_reward": 0.6}, ""),
+        (0.1, 0.7, {"eval_reward": 0.7}, ""),  # there is more to gain
+    ],
+)
+def test_an_evaluation_that_is_far_below_a_full_reward_is_named(
+    accuracy: float, reward: float, others: dict[str, float], advice: str
+) -> None:
+    found = diagnose(History(evaluated(lambda _: accuracy, lambda _: reward, **others)))[0]
+    said = [each.advice for each in found if each.symptom.name == "evaluation-apart" and each.passed is None]
+    assert len(said) == bool(advice) and all(advice in text for text in said)

@@ -95,6 +95,16 @@ def exploited(rows: list[Row]) -> None:
             row["eval_accuracy"] = float(random.binomial(200, level)) / 200
 
 
+def apart(rows: list[Row]) -> None:
+    """The training problems are solved, and a third of the held-out ones."""
+    random = np.random.default_rng(4)
+    for row in rows:
+        if "reward" in row:
+            row["reward"] = float(random.uniform(0.92, 1.0))
+        if row["step"] % 40 == 0:
+            row["eval_reward"] = float(random.binomial(200, 0.33)) / 200
+
+
 def silent(rows: list[Row]) -> None:
     for row in rows:
         row["rewards/format/mean"] = math.nan
@@ -217,6 +227,7 @@ PLANTS = {
         without=STILL,
     ),
     "evaluation-falls": Plant(exploited, START, 60, "reward function"),
+    "evaluation-apart": Plant(apart, 340, 20, "shuffle_dataset"),
     "held-out-falls": Plant(
         from_start(eval_reward=lambda row: 0.75 - 0.5 * late(row)), START, 2 * 40, "load_best_model_at_end"
     ),

@@ -7,7 +7,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trl_steady.report.history import History, Series
-from trl_steady.report.statistics import HEALTHY_TREND, blocks, chance_of, mostly_bad, noise, running_median, trend
+from trl_steady.report.statistics import (
+    HEALTHY_TREND,
+    blocks,
+    chance_of,
+    deepest_fall,
+    mostly_bad,
+    noise,
+    running_median,
+    trend,
+)
+
+SURE_FALL = 6.0
+"""Standard errors of a fall to half, at the end of a run. Real runs that learn end below 5.1, lost ones above 14."""
+SURE_DIP = 8.0
+"""Standard errors of a fall to a third, while a run trains. A real run that recovered had a dip of 6.8."""
 
 
 class Found(NamedTuple):
@@ -132,7 +146,8 @@ def parted(history: History, rising: Sequence[str], falling: Sequence[str]) -> F
     peak = int(smooth.argmax())
     end = float(np.median(fall.values[-3:]))
     has_fallen = smooth[peak] - end >= 2 * noise(fall.values)
-    if not has_fallen or trend(fall.values[peak:]) > -HEALTHY_TREND:
+    falls_on = trend(fall.values[peak:]) <= -HEALTHY_TREND
+    if not has_fallen or not (falls_on or _stays_low(history, fall.values)):
         return None
     until = max(fall.steps[peak], rise.steps[0])  # the first log of ten steps comes after an evaluation at step 5
     before = rise.values[rise.steps <= until]
@@ -145,6 +160,13 @@ def parted(history: History, rising: Sequence[str], falling: Sequence[str]) -> F
     at_the_peak = smooth >= smooth[peak] - noise(fall.values) / 2
     began = int(fall.steps[at_the_peak][-1])
     return Found(began, down, f"{smooth[peak]:.3g} to {end:.3g}, {up} {gained:+.3g}")
+
+
+def _stays_low(history: History, values: np.ndarray) -> bool:
+    """Tell whether a metric has fallen for sure, at any time, and has stayed there: at its floor, it falls no more."""
+    fall = deepest_fall(values)
+    sure = SURE_FALL if history.is_over else SURE_DIP
+    return fall is not None and fall.z >= sure and fall.low <= 0.75 * fall.high
 
 
 # Helpers about a series.

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from trl_steady.report.history import History
-from trl_steady.report.signs.common import Found, parted
-from trl_steady.report.signs.reward import SURE_DIP, SURE_FALL, is_share
+from trl_steady.report.signs.common import SURE_DIP, SURE_FALL, Found, parted
+from trl_steady.report.signs.reward import is_share
 from trl_steady.report.statistics import HEALTHY_TREND, blocks, deepest_fall, trend
 
 _BETTER_LOW = ("error", "wrong", "fail", "miss", "penal", "repet", "toxic", "refus", "viol", "cut", "hack", "length")
@@ -43,6 +43,43 @@ def held_out_falls(history: History) -> Found | None:
         if found is not None:
             return found
     return None
+
+
+def evaluation_apart(history: History) -> Found | None:
+    """Find a training reward with little left to gain beside an evaluation of which most is still wrong.
+
+    Both must be shares. The last three evaluations are read, and the rewards since the first of them.
+    """
+    history.require("reward")
+    reward = history["reward"].finite
+    if not is_share(reward.values):
+        return None
+    keys = [key for key in sorted(history.keys) if key == "eval_reward"]
+    try:
+        keys += _metrics(history)
+    except KeyError:
+        if not keys:
+            raise
+    for key in keys:
+        evaluation = history[key].finite
+        if len(evaluation.values) < 3 or not is_share(evaluation.values):
+            continue
+        since = evaluation.steps[-3]
+        recent = reward.values[reward.steps > since]
+        if len(recent) < 3:
+            continue
+        trained = float(recent.mean())
+        held_out = float(evaluation.values[-3:].mean())
+        if trained >= _FULL and held_out < _MOST_WRONG:
+            of_same_answers = "eval_reward" in history.keys and key != "eval_reward"
+            text = f"{held_out:.3g} in the last three evaluations, beside a training reward of {trained:.3g}"
+            return Found(int(since), key, text, {"reward_differs": of_same_answers})
+    return None
+
+
+_FULL = 0.9
+"""A reward above it has little left to gain."""
+_MOST_WRONG = 0.5
 
 
 def _metrics(history: History) -> list[str]:

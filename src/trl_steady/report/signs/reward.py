@@ -5,15 +5,11 @@ import math
 import numpy as np
 
 from trl_steady.report.history import History, Series, counted
-from trl_steady.report.signs.common import Found, alike, not_numbers, of_all_groups
+from trl_steady.report.signs.common import SURE_DIP, SURE_FALL, Found, alike, not_numbers, of_all_groups
 from trl_steady.report.statistics import HEALTHY_TREND, Fall, blocks, change, deepest_fall, noise, sixths, trend
 
 TOP_QUARTER = 0.75
 """A share above it has little room to rise: at most a third more can be gained."""
-SURE_FALL = 6.0
-"""Standard errors of a fall to half, at the end of a run. Real runs that learn end below 5.1, lost ones above 14."""
-SURE_DIP = 8.0
-"""Standard errors of a fall to a third, while a run trains. A real run that recovered had a dip of 6.8."""
 LEAST_GOOD = 0.05
 """Share of the range of a reward below which it has never been good."""
 SURE_LOSS = 5.0
