@@ -9,7 +9,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
+from trl_steady.config.evaluation import Functions
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.devices import copy_async
 from trl_steady.core.feature import Feature, Trainer
@@ -42,6 +43,7 @@ _SHOWN = {
     "KL": ("kl", "{:.2g}"),
     "engine KL": ("mismatch/kl", "{:.1e}"),
     "generated": ("dynamic_sampling/generated", "{:.2g}x"),
+    "cut off": ("completions/clipped_ratio", "{:.0%}"),
     "clipped": ("clip_ratio/region_mean", "{:.0%}"),
     "routes changed": ("routing/changed", "{:.1%}"),
     "explained": ("value/explained_variance", "{:.2f}"),
@@ -162,7 +164,8 @@ class TrainingReport(Feature):
         state = self.trainer.state
         is_evaluation = any(key.startswith("eval_") and key.endswith("_reward") for key in logs)
         if args.log_line and ("loss" in logs or is_evaluation):
-            _say(log_line(logs, state.global_step, state.max_steps))
+            metrics = cast(Functions, args.eval_metrics or Functions())
+            _say(log_line(logs, state.global_step, state.max_steps, metrics.names))
         rows = len(state.log_history)
         if not self._is_on or rows < self._next_diagnosis:
             return
@@ -282,15 +285,16 @@ class _Bar(ProgressCallback):
         """Print nothing."""
 
 
-def log_line(logs: Mapping[str, Any], step: int, last: int) -> str:
-    """Return one line for a row of the log, with the usual metrics that it has."""
+def log_line(logs: Mapping[str, Any], step: int, last: int, metrics: Sequence[str] = ()) -> str:
+    """Return one line for a row of the log, with the usual metrics that it has, and these of evaluations."""
     numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
     words = [f"step {step}/{last}"]
     for name, (key, form) in _SHOWN.items():
-        if key in numbers:
+        if key in numbers and (name != "cut off" or numbers[key] > 0):
             words.append(f"{name} {form.format(numbers[key])}")
+    shown = tuple(f"_{metric}" for metric in ("reward", *metrics))
     for key, value in numbers.items():
-        if key.startswith("eval_") and key.endswith("_reward") and key != "eval_reward":  # of one of several sets
+        if key.startswith("eval_") and key.endswith(shown) and key != "eval_reward":  # that is "held out"
             words.append(f"{key} {value:.2f}")
     if "ratio/sequence_min" in numbers and "ratio/sequence_max" in numbers:
         words.append(f"ratio {numbers['ratio/sequence_min']:.3g}..{numbers['ratio/sequence_max']:.3g}")

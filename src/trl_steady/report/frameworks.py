@@ -135,7 +135,7 @@ AREAS: Mapping[str, Sequence[str]] = {
     "gradient": ("grad_norm",),
     "engine": ("mismatch/kl", "sampling/sampling_logp_difference/mean", "mismatch/effective_sample_size"),
     "time": ("time/generation", "step_time"),
-    "held-out": ("eval*", "held-out greedy accuracy"),
+    "held-out": ("eval_*", "held-out greedy accuracy"),
 }
 """The areas that a report looks at, each with patterns of the metrics that show it. Without any, an area is blind."""
 

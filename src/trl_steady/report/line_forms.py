@@ -130,7 +130,7 @@ def _cell_values(texts: list[str]) -> dict[str, float]:
 
 
 LINE = re.compile(r"(?:^|\s)step (\d+)/(\d+)  (.+)")
-_WORDS = re.compile(rf"([A-Za-z][A-Za-z ]*?) ({NUMBER}|nan|inf)(%|x)?$")
+_WORDS = re.compile(rf"(eval_\w+|[A-Za-z][A-Za-z ]*?) ({NUMBER}|nan|inf)(%|x)?$")
 
 
 def live_line(line: str) -> list[Record]:

@@ -34,6 +34,31 @@ def refuse_wrong_columns(trainer: Trainer) -> None:
         raise ValueError(" ".join(messages))
 
 
+def refuse_optimizer_of_other_weights(trainer: Trainer) -> None:
+    """Refuse an optimizer of the script that has none of the trained weights: each step would leave them as they are.
+
+    One that was made before PEFT wrapped the model has the frozen weights of the base only.
+    """
+    groups = getattr(as_trl_trainer(trainer).optimizer, "param_groups", None)
+    if not groups:
+        return
+    held = {id(weight) for group in groups for weight in group["params"]}
+    trained: list[str] = []
+    for name, weight in trainer.model.named_parameters():
+        if id(weight) in held and weight.requires_grad:
+            return
+        if weight.requires_grad:
+            trained.append(name)
+    if trained:
+        name = type(as_trl_trainer(trainer).optimizer).__name__
+        raise ValueError(
+            f"optimizers=({name}, ...) has none of the {len(trained)} weights that are trained, such as {trained[0]}. "
+            "If peft_config is set, the trainer has wrapped the model since. Leave optimizers unset, with the options "
+            "of GRPOConfig, or pass a model that is wrapped already (get_peft_model), and make the optimizer of its "
+            "weights."
+        )
+
+
 def refuse_wrong_best_metric(trainer: Trainer) -> None:
     """Refuse a metric for the best model that no set of several has. TRL would take the reward of the last set."""
     args, sets = trainer.args, trainer.eval_dataset
