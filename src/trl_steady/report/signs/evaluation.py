@@ -50,16 +50,15 @@ def evaluation_apart(history: History) -> Found | None:
 
     Both must be shares. The last three evaluations are read, and the rewards since the first of them.
     """
-    history.require("reward")
     reward = history["reward"].finite
-    if not is_share(reward.values):
-        return None
-    keys = [key for key in sorted(history.keys) if key == "eval_reward"]
+    keys = ["eval_reward"] if "eval_reward" in history.keys else []
     try:
         keys += _metrics(history)
     except KeyError:
         if not keys:
             raise
+    if not is_share(reward.values):
+        return None
     for key in keys:
         evaluation = history[key].finite
         if len(evaluation.values) < 3 or not is_share(evaluation.values):
