@@ -60,7 +60,7 @@ def test_versions_and_the_report_need_no_trl(without_trl: Callable[..., str], tm
     assert without_trl("--version") == f"trl-steady {trl_steady.__version__}, TRL is not installed\n"
     skill = tmp_path / "packages" / "trl_steady" / cli.SKILL.relative_to(SOURCE)
     assert without_trl("env").splitlines() == [
-        "- trl is not installed, so that only the report and the formulas work",
+        "- trl is not installed. The report works without it, and the formulas with torch alone",
         f"- trl-steady version: {trl_steady.__version__}",
         f"- trl-steady skill for coding agents: {skill}",
     ]

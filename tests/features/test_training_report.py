@@ -323,7 +323,7 @@ def test_the_report_knows_the_metrics_of_the_runs_evaluations(models: dict[str, 
         assert found["evaluation-falls"].metric == "eval_solved"
 
 
-@pytest.mark.parametrize(("share", "shown"), [(0.0, ""), (1.0, "cut off 100%  ")])
+@pytest.mark.parametrize(("share", "shown"), [(0.0, "cut off 0%  "), (1.0, "cut off 100%  ")])
 def test_a_line_names_answers_that_are_cut_off_and_the_report_reads_it(
     share: float, shown: str, tmp_path: Path
 ) -> None:
@@ -334,14 +334,14 @@ def test_a_line_names_answers_that_are_cut_off_and_the_report_reads_it(
     evaluation = log_line({"eval_reward": 0.5, "eval_accuracy": 0.25}, 9, 9, ["accuracy"])
     file.write_text("\n".join([*(log_line(logs, step, 9) for step in range(1, 10)), evaluation]))
     run = History.read(file)
-    assert ("completions/clipped_ratio" in run.keys) is bool(shown) and run["eval_accuracy"].values == [0.25]
+    assert [*run["completions/clipped_ratio"].values] == [share] * 9 and run["eval_accuracy"].values == [0.25]
 
 
 def test_each_set_of_an_evaluation_has_a_line(models: dict[str, Path], tmp_path: Path) -> None:
     logs = {"eval_math_reward": 0.25, "eval_code_reward": 0.5, "eval_math_loss": 1.0}
     assert log_line(logs, 3, 9) == "step 3/9  eval_math_reward 0.25  eval_code_reward 0.50"
-    logs = {"eval_reward": 0.975, "eval_solved": 0.08, "eval_loss": 1.0}
-    assert log_line(logs, 3, 9, ["solved"]) == "step 3/9  held out 0.97  eval_solved 0.08"
+    logs = {"eval_reward": 0.975, "eval_solved": 0.08, "eval_loss": 1.0, "eval_completions/mean_length": 9.0}
+    assert log_line(logs, 3, 9, ["solved", "length"]) == "step 3/9  held out 0.97  eval_solved 0.08"
     written: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_report.tqdm, "write", written.append)

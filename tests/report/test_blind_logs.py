@@ -28,12 +28,26 @@ def test_a_script_that_counts_its_steps_and_separates_metrics_by_bars_is_read(tm
     assert [*run["reward"].values[:3]] == [0.01, 0.02, 0.03] and [*run["loss"].values[:2]] == [-0.1, -0.2]
 
 
-@pytest.mark.parametrize("line", ["Files 3/100 | done", "  3/100 | a table of text | more", "3/100 | x=1"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Files 3/100 | done",
+        "  3/100 | a table of text | more",
+        "3/100 | x=1",
+        "[eval] 1/4 | acc=0.3 | reward=0.9 | n=20",
+        "Evaluating 8/8 | loss: 0.1 | reward: 0.9 | n: 20",
+        "sample 2/4 | len=20 | reward=0.9 | time=3",
+        "Epoch 1/3 | loss=0.1 | reward=0.9",
+    ],
+)
 def test_other_counts_are_no_records(line: str, tmp_path: Path) -> None:
     file = tmp_path / "train.log"
-    rows = [f"Step {step} | Loss 0.1 | Reward 0.5 | KL 0.01" for step in range(1, 9)]
-    file.write_text("\n".join([*rows, line]))
-    assert History.read(file).last_step == 8
+    rows: list[str] = []
+    for step in range(1, 31):
+        rows += [f"Step {step}/30 | Loss 0.1 | Reward 0.5 | KL 0.01", line]
+    file.write_text("\n".join(rows))
+    run = History.read(file)
+    assert run.last_step == 30 and [*run["reward"].values] == [0.5] * 30
 
 
 def test_one_name_of_a_framework_in_a_script_of_ones_own_is_no_log_of_it(tmp_path: Path) -> None:
@@ -80,6 +94,8 @@ def spread(zeros: float, **others: float) -> list[Row]:
         (spread(0.9)[:40] + spread(0.0)[40:], False),  # they differ again
         (spread(0.9, frac_reward_zero_std=0.2), False),  # which counts groups, and not rollouts
         (spread(0.9, **{"value/explained_variance": 0.5}), False),  # a group of PPO can be one answer
+        ([{**row, "reward_std": 0.0} for row in spread(0.9)], False),  # nor does a loop of one's own log a spread
+        ([{**row, "reward": 0.9 + 0.1 * (row["reward"] > 0)} for row in spread(0.9)], False),  # they are all right
     ],
 )
 def test_groups_are_alike_if_old_logs_have_no_spread(rows: list[Row], is_found: bool) -> None:
@@ -101,6 +117,11 @@ def rare(zeros: float, steps: int = 100) -> list[Row]:
         ([*rare(0.9), {"step": 100, "reward": 1.0, "loss": 0.0}], True),  # a lucky rollout
         (rare(0.6), False),
         (rare(0.95, 70) + [{**row, "step": row["step"] + 70} for row in rare(0.5, 31)], False),  # it begins to learn
+        (rare(1.0, 90) + [{**row, "step": row["step"] + 90} for row in rare(0.0, 12)], False),  # so does this
+        (
+            [{**row, "step": row["step"] - 18, "reward": 0.5} for row in rare(0.9, 18)] + rare(1.0),
+            False,
+        ),  # it was better
     ],
 )
 def test_rewards_that_are_nearly_always_0_are_named(rows: list[Row], is_found: bool) -> None:

@@ -112,6 +112,45 @@ def test_a_metric_that_has_fallen_to_its_floor_has_not_passed() -> None:
     assert found.passed is None and found.symptom.level == "critical"
 
 
+@pytest.mark.parametrize(("low", "end"), [(0.25, 0.56), (0.25, 0.52), (0.2, 0.45)])
+@pytest.mark.parametrize("key", ["eval_accuracy", "eval_reward"])
+def test_a_dip_that_recovers_is_no_fall(low: float, end: float, key: str) -> None:
+    """From 0.6 to `low` in the second quarter, and back to `end` by the last."""
+    times, levels = [0.0, 0.25, 0.4, 0.75, 1.0], [0.6, 0.6, low, end, end]
+    for seed in range(10):
+        random = np.random.default_rng(seed)
+        rows: list[Row] = []
+        for step in range(1, 201):
+            rows.append({"step": step, "reward": 0.3 + 0.4 * step / 200 + 0.02 * random.standard_normal()})
+            if step % 4 == 0:
+                rows[-1][key] = float(random.binomial(500, np.interp(step / 200, times, levels))) / 500
+        assert not look(History(rows))[0].keys() & {"evaluation-falls", "held-out-falls"}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "is_found"),
+    [
+        ({"eval_accuracy": 0.95, "eval_hallucinated": 0.03, "eval_rouge": 0.3}, False),  # these are low by nature
+        ({"eval_gsm8k_accuracy": 0.93, "eval_aime_accuracy": 0.2}, False),
+        ({"eval_gsm8k_reward": 0.93, "eval_aime_reward": 0.2}, False),
+        ({"eval_gsm8k_accuracy": 0.2, "eval_aime_accuracy": 0.1}, True),
+        ({"eval_accuracy": 0.1, "eval_reward": 0.95}, True),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 5])
+def test_of_several_evaluations_all_must_be_wrong(metrics: dict[str, float], is_found: bool, every: int) -> None:
+    """Also if the reward is logged as rarely as they are."""
+    rows = [
+        {"step": step, "reward": 0.97 + 0.01 * (-1) ** step, **metrics} for step in range(every, 30 * every, every)
+    ]
+    assert ("evaluation-apart" in look(History(rows))[0]) is is_found
+
+
+def test_a_harder_evaluation_that_rises_is_not_apart() -> None:
+    rows = evaluated(lambda done: 0.2 + 0.25 * done, lambda _: 0.97)
+    assert "evaluation-apart" not in look(History(rows))[0]
+
+
 @pytest.mark.parametrize(
     ("accuracy", "reward", "others", "advice"),
     [

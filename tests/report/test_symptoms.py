@@ -101,8 +101,10 @@ def apart(rows: list[Row]) -> None:
     for row in rows:
         if "reward" in row:
             row["reward"] = float(random.uniform(0.92, 1.0))
-        if row["step"] % 40 == 0:
-            row["eval_reward"] = float(random.binomial(200, 0.33)) / 200
+            row |= {key: row["reward"] for key in row if key.startswith("rewards/") and key.endswith("/mean")}
+        if "eval_reward" in row:
+            right = float(random.binomial(200, 0.33)) / 200
+            row |= {"eval_reward": right, "eval_accuracy": right}
 
 
 def silent(rows: list[Row]) -> None:

@@ -170,7 +170,7 @@ def env() -> str:
     try:
         from trl.scripts.env import print_env
     except ModuleNotFoundError as missing:
-        print(f"- {missing.name} is not installed, so that only the report and the formulas work")
+        print(f"- {missing.name} is not installed. The report works without it, and the formulas with torch alone")
     else:
         print_env()
     return f"- trl-steady version: {__version__}\n- trl-steady skill for coding agents: {SKILL}"

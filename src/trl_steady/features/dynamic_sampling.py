@@ -39,10 +39,7 @@ class _Group:
 
 
 class _Prompts:
-    """The training set in seeded orders of its own, one after the other, the same on all processes.
-
-    With `shuffle_dataset=False`, each pass is in the order of the data.
-    """
+    """The training set in seeded orders of its own, one after the other, the same on all processes."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -81,15 +78,11 @@ class _Prompts:
         """Yield the rows of one pass over the data, without the first ones."""
         data = self._trainer.train_dataset
         seed = (self._trainer.args.seed + 1) * 1_000_003 + number
-        is_shuffled = self._trainer.args.shuffle_dataset
         if isinstance(data, IterableDataset):
-            rows = data.shuffle(seed=seed) if is_shuffled else data
-            for row in itertools.islice(rows, first, None):
+            for row in itertools.islice(data.shuffle(seed=seed), first, None):
                 yield functools.partial(copy.deepcopy, row)  # as TRL repeats it
             return
-        order = torch.arange(len(data))
-        if is_shuffled:
-            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
         for index in order[first:].tolist():
             yield functools.partial(data.__getitem__, index)
 

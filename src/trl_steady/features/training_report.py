@@ -290,11 +290,13 @@ def log_line(logs: Mapping[str, Any], step: int, last: int, metrics: Sequence[st
     numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
     words = [f"step {step}/{last}"]
     for name, (key, form) in _SHOWN.items():
-        if key in numbers and (name != "cut off" or numbers[key] > 0):
+        if key in numbers:
             words.append(f"{name} {form.format(numbers[key])}")
     shown = tuple(f"_{metric}" for metric in ("reward", *metrics))
     for key, value in numbers.items():
-        if key.startswith("eval_") and key.endswith(shown) and key != "eval_reward":  # that is "held out"
+        if key == "eval_reward" or "/" in key:  # the first is "held out"
+            continue
+        if key.startswith("eval_") and key.endswith(shown):
             words.append(f"{key} {value:.2f}")
     if "ratio/sequence_min" in numbers and "ratio/sequence_max" in numbers:
         words.append(f"ratio {numbers['ratio/sequence_min']:.3g}..{numbers['ratio/sequence_max']:.3g}")

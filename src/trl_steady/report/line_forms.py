@@ -87,19 +87,23 @@ def cells(line: str) -> list[Record]:
     return found
 
 
-_COUNTED = re.compile(r"(?:^|[\s\]])(\d+)/(\d+) \| ([A-Za-z][\w ]*[=:][^'\"`]+)")
+_COUNTED = re.compile(r"^(.*?)(?:^|[\s\]])(\d+)/(\d+) \| ([A-Za-z][\w ]*[=:][^'\"`]+)$")
+_OTHER_COUNTS = re.compile(r"epoch|eval|valid|test|sampl|generat|batch", re.IGNORECASE)
 
 
 def counted_cells(line: str) -> list[Record]:
-    """Return the record of a line such as `[math]  3/100 | loss=0.1 | reward=0.5`."""
+    """Return the record of a line such as `[math]  3/100 | loss=0.1 | reward=0.5`.
+
+    Other loops count too, such as those over the batches of an evaluation: only one with a loss is training.
+    """
     if " | " not in line:
         return []
     match = _COUNTED.search(line)
-    if match is None:
+    if match is None or _OTHER_COUNTS.search(match[1]):
         return []
-    step, last, text = match.groups()
+    _, step, last, text = match.groups()
     values = _cell_values(text.split(" | "))
-    if len(values) < 2:
+    if not {"loss", "reward"} <= {name.lower() for name in values}:
         return []
     return [_record("cells", "Step", step, last, values)]
 
@@ -130,7 +134,7 @@ def _cell_values(texts: list[str]) -> dict[str, float]:
 
 
 LINE = re.compile(r"(?:^|\s)step (\d+)/(\d+)  (.+)")
-_WORDS = re.compile(rf"(eval_\w+|[A-Za-z][A-Za-z ]*?) ({NUMBER}|nan|inf)(%|x)?$")
+_WORDS = re.compile(rf"(eval_[\w-]+|[A-Za-z][A-Za-z ]*?) ({NUMBER}|nan|inf)(%|x)?$")
 
 
 def live_line(line: str) -> list[Record]:

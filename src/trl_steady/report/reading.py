@@ -28,6 +28,7 @@ _LARGEST = 500_000_000  # bytes of a log that nobody has named
 _OF_RUN = {"settings": dict, "notes": list, "formats": dict, "versions": dict, "answers": list}  # of steady.json
 _FORMATS = "trl-steady: engine"  # the beginning of the line that `EngineCheck` prints
 _LIVE = 600.0  # seconds since a file was written, within which its run may go on; longer if it is written less often
+_LATEST = 3600.0  # seconds by which a checkpoint of a live run may be late
 
 
 class Reading(NamedTuple):
@@ -180,7 +181,8 @@ def _longest_pause(found: Reading) -> float:
     if not seconds:
         return _LIVE
     usual = found.written_every * median(seconds)
-    return max(_LIVE, 2 * usual)  # an evaluation, or longer answers, take their time
+    late = min(usual, _LATEST)  # an evaluation, or longer answers, take their time
+    return max(_LIVE, usual + late)
 
 
 def _read_stream(stream: IO[bytes]) -> Reading:
@@ -352,7 +354,7 @@ def _reading(log: Log) -> Reading:
 def _usual_gap(rows: Sequence[Mapping[str, Any]]) -> float:
     """Return the steps from one row to the next."""
     gaps = [_step(after) - _step(before) for before, after in pairwise(rows)]
-    return median([gap for gap in gaps if gap > 0] or [1.0])
+    return median([gap for gap in gaps if 0 < gap < math.inf] or [1.0])
 
 
 def _step(row: Mapping[str, Any]) -> float:

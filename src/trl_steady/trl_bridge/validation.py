@@ -34,28 +34,28 @@ def refuse_wrong_columns(trainer: Trainer) -> None:
         raise ValueError(" ".join(messages))
 
 
-def refuse_optimizer_of_other_weights(trainer: Trainer) -> None:
-    """Refuse an optimizer of the script that has none of the trained weights: each step would leave them as they are.
+def refuse_optimizer_of_frozen_weights(trainer: Trainer) -> None:
+    """Refuse an optimizer of the script that has frozen weights of the model only: each step would change nothing.
 
-    One that was made before PEFT wrapped the model has the frozen weights of the base only.
+    One that was made before PEFT wrapped the model has the weights of the base. Some optimizers hold copies of the
+    weights, so that one with tensors of its own passes.
     """
-    groups = getattr(as_trl_trainer(trainer).optimizer, "param_groups", None)
-    if not groups:
-        return
+    optimizer = as_trl_trainer(trainer).optimizer
+    groups = getattr(optimizer, "param_groups", None) or []
     held = {id(weight) for group in groups for weight in group["params"]}
+    frozen: set[int] = set()
     trained: list[str] = []
     for name, weight in trainer.model.named_parameters():
-        if id(weight) in held and weight.requires_grad:
-            return
         if weight.requires_grad:
             trained.append(name)
-    if trained:
-        name = type(as_trl_trainer(trainer).optimizer).__name__
+        else:
+            frozen.add(id(weight))
+    if held and held <= frozen and trained:
         raise ValueError(
-            f"optimizers=({name}, ...) has none of the {len(trained)} weights that are trained, such as {trained[0]}. "
-            "If peft_config is set, the trainer has wrapped the model since. Leave optimizers unset, with the options "
-            "of GRPOConfig, or pass a model that is wrapped already (get_peft_model), and make the optimizer of its "
-            "weights."
+            f"optimizers=({type(optimizer).__name__}, ...) has frozen weights only, and none of the {len(trained)} "
+            f"that are trained, such as {trained[0]}. If peft_config is set, the trainer has wrapped the model since. "
+            f"Leave optimizers unset, with the options of {type(trainer.args).__name__}, or pass a model that is "
+            "wrapped already (get_peft_model), and make the optimizer of its weights."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 
 from tests.features.dynamic_sampling import tools as rounds
 from tests.features.dynamic_sampling.tools import PREFIX, build, chosen, everything, metric, second, sequences
@@ -288,24 +288,6 @@ def test_turns_of_agents_travel_with_their_rows(tmp_path: Path, setup: str) -> N
         assert [count == 0 for count in counts] == tools
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("is_shuffled", [False, True])
-def test_further_prompts_are_in_the_order_of_the_data_if_that_is_not_shuffled(
-    is_shuffled: bool, is_stream: bool
-) -> None:
-    """A curriculum stays one, also from a checkpoint."""
-    data: Any = Dataset.from_dict({"number": [*range(8)]})
-    if is_stream:
-        data = data.to_iterable_dataset()
-    args = SimpleNamespace(seed=0, shuffle_dataset=is_shuffled)
-    prompts = _Prompts(SimpleNamespace(train_dataset=data, args=args))  # type: ignore[arg-type]
-    taken = [draw()["number"] for draw in prompts.take(12)]
-    again = _Prompts(SimpleNamespace(train_dataset=data, args=args))  # type: ignore[arg-type]
-    again.go_to((0, 5))
-    assert [draw()["number"] for draw in again.take(7)] == taken[5:]
-    assert sorted(taken[:8]) == [*range(8)] and (taken == [*range(8), *range(4)]) is not is_shuffled
-
-
 def test_a_stream_goes_on_after_an_error_of_one_read() -> None:
     """A script may catch the error, here in the second pass, and train on with the same trainer."""
     rows = [{"prompt": str(number)} for number in range(6)]
@@ -320,7 +302,7 @@ def test_a_stream_goes_on_after_an_error_of_one_read() -> None:
 
     def prompts(generator: Any) -> _Prompts:
         data = IterableDataset.from_generator(generator)
-        return _Prompts(SimpleNamespace(train_dataset=data, args=SimpleNamespace(seed=0, shuffle_dataset=True)))  # type: ignore[arg-type]
+        return _Prompts(SimpleNamespace(train_dataset=data, args=SimpleNamespace(seed=0)))  # type: ignore[arg-type]
 
     steady = prompts(lambda: iter(rows))
     expected = [draw() for draw in steady.take(12)]

@@ -166,7 +166,12 @@ def _stays_low(history: History, values: np.ndarray) -> bool:
     """Tell whether a metric has fallen for sure, at any time, and has stayed there: at its floor, it falls no more."""
     fall = deepest_fall(values)
     sure = SURE_FALL if history.is_over else SURE_DIP
-    return fall is not None and fall.z >= sure and fall.low <= 0.75 * fall.high
+    if fall is None or fall.z < sure or fall.low > 0.75 * fall.high:
+        return False
+    after = values[fall.start :]
+    lowest_quarter = after.min() + (fall.high - after.min()) / 4
+    recent = after[-max(len(after) // 3, 3) :]
+    return float(recent.mean()) <= lowest_quarter and trend(after) <= HEALTHY_TREND
 
 
 # Helpers about a series.

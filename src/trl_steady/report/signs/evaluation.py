@@ -1,12 +1,13 @@
 """Signs in the metrics of evaluations, which no reward touches."""
 
+import re
 from collections.abc import Sequence
 from typing import cast
 
 from trl_steady.report.history import History
 from trl_steady.report.signs.common import SURE_DIP, SURE_FALL, Found, parted
-from trl_steady.report.signs.reward import is_share
-from trl_steady.report.statistics import HEALTHY_TREND, blocks, deepest_fall, trend
+from trl_steady.report.signs.reward import is_share, parts_are_full
+from trl_steady.report.statistics import HEALTHY_TREND, blocks, deepest_fall, last_sixth, trend
 
 _BETTER_LOW = ("error", "wrong", "fail", "miss", "penal", "repet", "toxic", "refus", "viol", "cut", "hack", "length")
 """Words in the names of metrics of which less is better, or that are neither good nor bad."""
@@ -46,39 +47,45 @@ def held_out_falls(history: History) -> Found | None:
 
 
 def evaluation_apart(history: History) -> Found | None:
-    """Find a training reward with little left to gain beside an evaluation of which most is still wrong.
+    """Find a training reward with little left to gain, in a run whose evaluations are mostly wrong and do not rise.
 
-    Both must be shares. The last three evaluations are read, and the rewards since the first of them.
+    Shares of right answers are read, else rewards; other metrics may be low by nature. Of several sets, all must be
+    wrong: one may be meant to be hard.
     """
     reward = history["reward"].finite
-    keys = ["eval_reward"] if "eval_reward" in history.keys else []
-    try:
-        keys += _metrics(history)
-    except KeyError:
-        if not keys:
-            raise
-    if not is_share(reward.values):
+    rewards = [key for key in sorted(history.keys) if re.fullmatch(r"eval_(\w+_)?reward", key)]
+    accuracies = [key for key in sorted(history.keys) if re.fullmatch(r"eval_(\w+_)?accuracy", key)]
+    if not rewards and not accuracies:
+        raise KeyError("eval_reward | eval_accuracy")
+    trained = float(last_sixth(reward.values).mean()) if len(reward.values) else 0.0
+    if trained < _FULL or not is_share(reward.values) or not parts_are_full(history):
         return None
-    for key in keys:
-        evaluation = history[key].finite
-        if len(evaluation.values) < 3 or not is_share(evaluation.values):
-            continue
-        since = evaluation.steps[-3]
-        recent = reward.values[reward.steps > since]
-        if len(recent) < 3:
-            continue
-        trained = float(recent.mean())
-        held_out = float(evaluation.values[-3:].mean())
-        if trained >= _FULL and held_out < _MOST_WRONG:
-            of_same_answers = "eval_reward" in history.keys and key != "eval_reward"
-            text = f"{held_out:.3g} in the last three evaluations, beside a training reward of {trained:.3g}"
-            return Found(int(since), key, text, {"reward_differs": of_same_answers})
-    return None
+    keys = accuracies or rewards
+    if not all(_stays_wrong(history, key) for key in keys):
+        return None
+    key = keys[0]
+    evaluation = history[key].finite
+    of_its_set = f"{key.removesuffix('accuracy')}reward"
+    reward_differs = key in accuracies and of_its_set in rewards and not _stays_wrong(history, of_its_set)
+    level = evaluation.values[-3:].mean()
+    text = f"{level:.3g} in the last three evaluations, beside a training reward of {trained:.3g}"
+    return Found(int(evaluation.steps[-3]), key, text, {"reward_differs": reward_differs})
+
+
+def _stays_wrong(history: History, key: str) -> bool:
+    """Tell whether a metric of at least three evaluations is below a half, and has not risen by a tenth."""
+    values = history[key].finite.values
+    if len(values) < 3 or not is_share(values):
+        return False
+    level = float(values[-3:].mean())
+    return level < _MOST_WRONG and level < values[0] + _LEAST_GAIN
 
 
 _FULL = 0.9
 """A reward above it has little left to gain."""
 _MOST_WRONG = 0.5
+_LEAST_GAIN = 0.1
+"""An evaluation that has risen by more is only hard."""
 
 
 def _metrics(history: History) -> list[str]:

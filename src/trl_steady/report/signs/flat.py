@@ -69,8 +69,8 @@ def _movement(history: History, key: str, floor: float) -> tuple[str, bool]:
 
 
 def _is_frozen(history: History) -> bool:
-    """Tell whether the KL is 0 in each log, although most updates have a gradient."""
-    if "kl" not in history.keys or "grad_norm" not in history.keys:
+    """Tell whether the KL is 0 in each log, although most updates have a gradient. Some log 0 if they compute none."""
+    if "kl" not in history.keys or "grad_norm" not in history.keys or history.settings.get("beta") == 0:
         return False
     kl = history["kl"].finite.values
     gradient = history["grad_norm"].finite.values

@@ -4,7 +4,7 @@ import numpy as np
 
 from trl_steady.report.history import History
 from trl_steady.report.signs.common import Found, exceeds, of_all_groups
-from trl_steady.report.signs.reward import is_share
+from trl_steady.report.signs.reward import LEAST_GOOD, is_share, parts_are_full
 from trl_steady.report.statistics import HEALTHY_TREND, blocks, last_sixth, trend
 
 _ALIKE = "frac_reward_zero_std"
@@ -50,7 +50,7 @@ def _solved_from_the_start(history: History) -> Found | None:
     key = of_all_groups(history, _ALIKE)
     reward = blocks(history, "reward", None).values
     shares = history.finite_values(key)
-    if len(reward) < 12 or not len(shares) or _is_ppo(history) or not is_share(reward):
+    if len(reward) < 12 or not len(shares) or _is_ppo(history) or not is_share(reward) or not parts_are_full(history):
         return None
     wasted = float(shares.mean())
     if wasted < 0.75:
@@ -85,8 +85,11 @@ def _all_zero(history: History) -> Found | None:
         return None
     is_zero = values == 0
     zeros = int(is_zero.sum())
-    recent = is_zero[-(len(values) // 3) :]
-    if zeros < 0.8 * len(values) or recent.mean() < 0.8:
+    thirds = [part.mean() for part in np.array_split(values, 3)]
+    was_better = max(thirds) > 2 * thirds[-1] + 0.05
+    is_tiny = values.max() < LEAST_GOOD and zeros >= 0.9 * len(values)
+    is_rare = zeros >= 0.8 * len(values) and last_sixth(is_zero).mean() >= 0.8 and not was_better
+    if not is_tiny and not is_rare:
         return None
     return Found(int(steps[0]), "reward", f"0 in {zeros} of {len(values)} logs, at most {values.max():.2g}")
 
@@ -103,11 +106,15 @@ def _without_spread(history: History) -> Found | None:
     """Find a spread within groups that is 0 in nearly all logs. Old versions of TRL log no share of equal groups."""
     steps, values = history["reward_std"].finite
     reward = history["reward"].finite.values
-    if len(values) < 20 or _is_ppo(history) or not len(reward) or not np.ptp(reward):
+    if len(values) < 20 or len(reward) < 20 or _is_ppo(history) or not np.ptp(reward):
         return None
+    last = float(last_sixth(reward).mean())
+    is_between = 0.25 < last < 0.75 or not is_share(reward)  # else, all are right or all are wrong
     is_zero = values == 0
-    recent = is_zero[-(len(values) // 3) :]
-    if is_zero.mean() < 0.8 or recent.mean() < 0.8:
+    recent = last_sixth(is_zero)
+    if is_zero.all() or is_zero.mean() < 0.8 or recent.mean() < 0.8:
+        return None
+    if not is_between or trend(reward) > HEALTHY_TREND:
         return None
     return Found(int(steps[0]), "reward_std", f"0 in {int(is_zero.sum())} of {len(values)} logs")
 

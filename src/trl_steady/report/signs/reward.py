@@ -6,7 +6,17 @@ import numpy as np
 
 from trl_steady.report.history import History, Series, counted
 from trl_steady.report.signs.common import SURE_DIP, SURE_FALL, Found, alike, not_numbers, of_all_groups
-from trl_steady.report.statistics import HEALTHY_TREND, Fall, blocks, change, deepest_fall, noise, sixths, trend
+from trl_steady.report.statistics import (
+    HEALTHY_TREND,
+    Fall,
+    blocks,
+    change,
+    deepest_fall,
+    last_sixth,
+    noise,
+    sixths,
+    trend,
+)
 
 TOP_QUARTER = 0.75
 """A share above it has little room to rise: at most a third more can be gained."""
@@ -170,6 +180,15 @@ def reward_part_constant(history: History) -> Found | None:
     if not constant:
         return None
     return Found(1, ", ".join(constant), f"{', '.join(texts)} in each of {len(total)} logs")
+
+
+def parts_are_full(history: History) -> bool:
+    """Tell whether no reward function is far below 1: a sum over several can be near 1, and far from its top."""
+    for key in _functions(history):
+        values = history.finite_values(key)
+        if len(values) and last_sixth(values).mean() < 0.9:
+            return False
+    return True
 
 
 def _is_earned(history: History, key: str, value: float) -> bool:
