@@ -1,11 +1,16 @@
 """Public logs that others have written, and how well the report judges them. The figures may only get better."""
 
+import tomllib
+from collections import Counter
+from pathlib import Path
+
 import pytest
 from benchmarks import diagnosis
 from benchmarks.diagnosis import REAL, judge_real_logs, judged_log, real_logs
 
 from trl_steady.report import History
 
+ROOT = Path(__file__).parents[2]
 PRECISION = 1.0
 """Least share of the heads of all verdicts that are true."""
 TRUE_HEADS = 24
@@ -60,3 +65,18 @@ def test_heads_causes_and_false_alarms_are_counted(kind: str, must: str, may: st
     rows = [{"step": step, "reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0} for step in range(1, 25)]
     counts, _ = judged_log({"kind": kind, "must": must, "may": may}, History(rows))
     assert counts == counted
+
+
+def test_the_figures_of_the_blind_test_are_those_of_its_labels() -> None:
+    labels = tomllib.loads((ROOT / "tests/data/blind_logs.toml").read_text()).values()
+    said = Counter((label["verdict"], label["said"]) for label in labels)
+    sick = sum(count for (verdict, _), count in said.items() if verdict == "sick")
+    unread = sum(count for (_, what), count in said.items() if what == "unread")
+    misread = sum(count for (_, what), count in said.items() if what == "misread")
+    judged = sick - said["sick", "unread"] - said["sick", "misread"]
+    page = " ".join((ROOT / "docs/report.md").read_text().split())
+    words = {2: "two", 3: "three", 6: "six"}
+    assert f"Of {said.total()} further logs, {words[unread]} could not be read, and {words[misread]} were read" in page
+    assert f"in {said['sick', 'cause']} of the other {judged} sick runs, and something true in three more" in page
+    assert words[said["sick", "part"]] == "three" and f"{sick} were sick and 15 well" in page
+    assert f"it named {said['sick', 'cause']} of {sick} causes" in (ROOT / "README.md").read_text()
