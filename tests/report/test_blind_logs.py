@@ -1,4 +1,4 @@
-"""What a blind test on 45 public logs could not read or did not name. The rows have the shapes of those logs."""
+"""The report reads and names what it missed in a blind test on 45 public logs. Rows have the shapes of those logs."""
 
 import json
 from pathlib import Path
@@ -37,6 +37,7 @@ def test_a_script_that_counts_its_steps_and_separates_metrics_by_bars_is_read(tm
         "[eval] 1/4 | acc=0.3 | reward=0.9 | n=20",
         "Evaluating 8/8 | loss: 0.1 | reward: 0.9 | n: 20",
         "sample 2/4 | len=20 | reward=0.9 | time=3",
+        "answer 2/4 | len=20 | reward=0.9 | time=3",
         "Epoch 1/3 | loss=0.1 | reward=0.9",
     ],
 )

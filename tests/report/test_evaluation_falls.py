@@ -105,9 +105,54 @@ def evaluated(accuracy: Callable[[float], float], reward: Callable[[float], floa
     return log
 
 
+# of a script whose reward finds its number anywhere in an answer; its author did not know the report
+EXPLOITED = (
+    0.275,
+    0.445,
+    0.255,
+    0.14,
+    0.085,
+    0.07,
+    0.06,
+    0.065,
+    0.05,
+    0.05,
+    0.075,
+    0.09,
+    0.055,
+    0.06,
+    0.06,
+    0.06,
+    0.08,
+)
+REWARD = (
+    0.395,
+    0.645,
+    0.79,
+    0.86,
+    0.915,
+    0.925,
+    0.885,
+    0.955,
+    0.94,
+    0.95,
+    0.945,
+    0.975,
+    0.965,
+    0.96,
+    0.98,
+    0.96,
+    0.975,
+)
+
+
 def test_a_metric_that_has_fallen_to_its_floor_has_not_passed() -> None:
-    """An exploit that is complete: for most of the run, the metric falls no more and the reward rises little."""
-    rows = evaluated(lambda done: 0.4 if done < 0.3 else 0.06, lambda done: min(0.4 + 2 * done, 0.97))
+    """The exploit is complete: for most of the run, the metric falls no more."""
+    rows: list[Row] = [{"step": 0, "eval_accuracy": EXPLOITED[0], "eval_reward": REWARD[0]}]
+    for step in range(1, 81):
+        rows.append({"step": step, "reward": float(np.interp(step, [*range(0, 85, 5)], REWARD)), "reward_std": 0.3})
+        if step % 5 == 0:
+            rows.append({"step": step, "eval_accuracy": EXPLOITED[step // 5], "eval_reward": REWARD[step // 5]})
     (found,) = (each for each in diagnose(History(rows))[0] if each.symptom.name == "evaluation-falls")
     assert found.passed is None and found.symptom.level == "critical"
 

@@ -51,7 +51,7 @@ class TokenRecord:
 
     @property
     def turns(self) -> list[list[Traced]]:
-        """What `stitched` takes: one turn, because later turns are joined to it as they come."""
+        """The sequences as `stitched` takes them: one turn, because later turns are joined to it as they come."""
         return [self.sequences]
 
     def add(self, turn: Turn, values: Sequence[Tensor]) -> None:

@@ -160,9 +160,10 @@ def recognised(raws: Iterable[str], forms: Iterable[str] = ()) -> Framework:
         count = 0
         for raw in raws:
             count += any(sign.search(raw) for sign in framework.signs)
-        if framework.form in forms and not _has_names_of_another(raws, framework):
+        is_another = _has_names_of_another(raws, framework)
+        if framework.form in forms and not is_another:
             count += 1
-        if count == 1 and _has_names_of_another(raws, framework):  # a script of one's own can have one such name
+        if count == 1 and is_another:  # a script of one's own can have one such name
             continue
         if count > most and any(framework.shows(raw) for raw in raws):
             best = framework

@@ -9,6 +9,7 @@ import numpy as np
 from trl_steady.report.history import History, Series
 from trl_steady.report.statistics import (
     HEALTHY_TREND,
+    Fall,
     blocks,
     chance_of,
     deepest_fall,
@@ -22,6 +23,10 @@ SURE_FALL = 6.0
 """Standard errors of a fall to half, at the end of a run. Real runs that learn end below 5.1, lost ones above 14."""
 SURE_DIP = 8.0
 """Standard errors of a fall to a third, while a run trains. A real run that recovered had a dip of 6.8."""
+LEAST_GOOD = 0.05
+"""Share of the range of a reward below which it has never been good."""
+SURE_LOSS = 5.0
+"""Standard errors of a fall to less than a tenth."""
 
 
 class Found(NamedTuple):
@@ -147,7 +152,8 @@ def parted(history: History, rising: Sequence[str], falling: Sequence[str]) -> F
     end = float(np.median(fall.values[-3:]))
     has_fallen = smooth[peak] - end >= 2 * noise(fall.values)
     falls_on = trend(fall.values[peak:]) <= -HEALTHY_TREND
-    if not has_fallen or not (falls_on or _stays_low(history, fall.values)):
+    stays_low = lasting_fall(history, fall.values) is not None  # at its floor, it falls no more
+    if not has_fallen or not (falls_on or stays_low):
         return None
     until = max(fall.steps[peak], rise.steps[0])  # the first log of ten steps comes after an evaluation at step 5
     before = rise.values[rise.steps <= until]
@@ -162,16 +168,41 @@ def parted(history: History, rising: Sequence[str], falling: Sequence[str]) -> F
     return Found(began, down, f"{smooth[peak]:.3g} to {end:.3g}, {up} {gained:+.3g}")
 
 
-def _stays_low(history: History, values: np.ndarray) -> bool:
-    """Tell whether a metric has fallen for sure, at any time, and has stayed there: at its floor, it falls no more."""
+def lasting_fall(history: History, values: np.ndarray, spread: float = 0.0) -> Fall | None:
+    """Return a fall to half that has lasted to the end.
+
+    Args:
+        history: The log.
+        values: A reward, or another metric of which more is better, in blocks.
+        spread: Its usual standard deviation within a group, or 0.
+    """
     fall = deepest_fall(values)
-    sure = SURE_FALL if history.is_over else SURE_DIP
-    if fall is None or fall.z < sure or fall.low > 0.75 * fall.high:
-        return False
+    if fall is None:
+        return None
+    lost = fall.high - fall.low
+    worst = values.min(initial=0)
+    if history.is_over:
+        halfway = worst + (fall.high - worst) / 2
+        sure = SURE_FALL
+    else:  # it may recover
+        halfway = worst + (fall.high - worst) / 3
+        sure = SURE_DIP
+    if worst == 0 and fall.low < fall.high / 10:
+        sure = SURE_LOSS
     after = values[fall.start :]
-    lowest_quarter = after.min() + (fall.high - after.min()) / 4
-    recent = after[-max(len(after) // 3, 3) :]
-    return float(recent.mean()) <= lowest_quarter and trend(after) <= HEALTHY_TREND
+    is_low_now = after[-max(len(after) // 3, 3) :].mean() <= halfway
+    least = spread / 2 or 3 * noise(values)
+    if fall.z < sure or fall.low > halfway or lost < least or not is_low_now:
+        return None
+    logs = len(history["reward"].values) / max(len(values), 1)  # in each value, which may be a mean of several
+    return fall if _was_good(values, fall, logs) else None
+
+
+def _was_good(values: np.ndarray, fall: Fall, logs: float) -> bool:
+    """Tell whether at least three logs before a fall had a reward to lose: more than rare successes."""
+    worst = values.min(initial=0)
+    good = worst + LEAST_GOOD * (values.max(initial=1) - worst)
+    return bool((values[: fall.start] >= good).sum() * logs >= 3)
 
 
 # Helpers about a series.

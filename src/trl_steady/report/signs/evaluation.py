@@ -49,8 +49,8 @@ def held_out_falls(history: History) -> Found | None:
 def evaluation_apart(history: History) -> Found | None:
     """Find a training reward with little left to gain, in a run whose evaluations are mostly wrong and do not rise.
 
-    Shares of right answers are read, else rewards; other metrics may be low by nature. Of several sets, all must be
-    wrong: one may be meant to be hard.
+    Shares of right answers are read, else rewards: other metrics may be low by nature. Each of several sets must be
+    wrong, because one may be meant to be hard.
     """
     reward = history["reward"].finite
     rewards = [key for key in sorted(history.keys) if re.fullmatch(r"eval_(\w+_)?reward", key)]

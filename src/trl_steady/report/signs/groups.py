@@ -3,8 +3,8 @@
 import numpy as np
 
 from trl_steady.report.history import History
-from trl_steady.report.signs.common import Found, exceeds, of_all_groups
-from trl_steady.report.signs.reward import LEAST_GOOD, is_share, parts_are_full
+from trl_steady.report.signs.common import LEAST_GOOD, Found, exceeds, of_all_groups
+from trl_steady.report.signs.reward import is_share, parts_are_full
 from trl_steady.report.statistics import HEALTHY_TREND, blocks, last_sixth, trend
 
 _ALIKE = "frac_reward_zero_std"

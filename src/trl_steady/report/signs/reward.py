@@ -5,13 +5,12 @@ import math
 import numpy as np
 
 from trl_steady.report.history import History, Series, counted
-from trl_steady.report.signs.common import SURE_DIP, SURE_FALL, Found, alike, not_numbers, of_all_groups
+from trl_steady.report.signs.common import Found, alike, lasting_fall, not_numbers, of_all_groups
 from trl_steady.report.statistics import (
     HEALTHY_TREND,
     Fall,
     blocks,
     change,
-    deepest_fall,
     last_sixth,
     noise,
     sixths,
@@ -20,10 +19,6 @@ from trl_steady.report.statistics import (
 
 TOP_QUARTER = 0.75
 """A share above it has little room to rise: at most a third more can be gained."""
-LEAST_GOOD = 0.05
-"""Share of the range of a reward below which it has never been good."""
-SURE_LOSS = 5.0
-"""Standard errors of a fall to less than a tenth."""
 ONE_SIDED = 1.64
 """Standard errors that a mean is off by in one of 20 cases, in one direction."""
 
@@ -203,7 +198,7 @@ def reward_falls(history: History) -> Found | None:
     steps, values = blocks(history, of_all_groups(history, "reward"), None)
     spread = history.finite_values("reward_std")
     spread = spread[spread > 0]  # groups that are all wrong do not show how far answers differ
-    fall = _lasting_fall(history, values, float(spread.mean()) if len(spread) else 0.0)
+    fall = lasting_fall(history, values, float(spread.mean()) if len(spread) else 0.0)
     if fall is None:
         return None
     text = f"{fall.high:.3g} before, {fall.low:.3g} since"
@@ -238,7 +233,7 @@ def reward_part_falls(history: History) -> Found | None:
     for key in functions:
         steps, values = blocks(history, key, None)
         spread = history.finite_values(key.removesuffix("mean") + "std")
-        fall = _lasting_fall(history, values, float(spread.mean()) / 2 if len(spread) else 0.0)
+        fall = lasting_fall(history, values, float(spread.mean()) / 2 if len(spread) else 0.0)
         if fall is not None:
             falling.append((key, int(steps[fall.start]), fall))
         elif len(values) >= 6 and trend(values) > HEALTHY_TREND:
@@ -247,43 +242,6 @@ def reward_part_falls(history: History) -> Found | None:
         return None
     key, since, fall = falling[0]
     return Found(since, key, f"{fall.high:.3g} before, {fall.low:.3g} since, while {', '.join(rising)} rises")
-
-
-def _lasting_fall(history: History, values: np.ndarray, spread: float) -> Fall | None:
-    """Return a fall to half that has lasted to the end.
-
-    Args:
-        history: The log.
-        values: A reward, in blocks.
-        spread: Its usual standard deviation within a group, or 0.
-    """
-    fall = deepest_fall(values)
-    if fall is None:
-        return None
-    lost = fall.high - fall.low
-    worst = values.min(initial=0)
-    if history.is_over:
-        halfway = worst + (fall.high - worst) / 2
-        sure = SURE_FALL
-    else:  # it may recover
-        halfway = worst + (fall.high - worst) / 3
-        sure = SURE_DIP
-    if worst == 0 and fall.low < fall.high / 10:
-        sure = SURE_LOSS
-    after = values[fall.start :]
-    is_low_now = after[-max(len(after) // 3, 3) :].mean() <= halfway
-    least = spread / 2 or 3 * noise(values)
-    if fall.z < sure or fall.low > halfway or lost < least or not is_low_now:
-        return None
-    logs = len(history["reward"].values) / max(len(values), 1)  # in each value, which may be a mean of several
-    return fall if _was_good(values, fall, logs) else None
-
-
-def _was_good(values: np.ndarray, fall: Fall, logs: float) -> bool:
-    """Tell whether at least three logs before a fall had a reward to lose: more than rare successes."""
-    worst = values.min(initial=0)
-    good = worst + LEAST_GOOD * (values.max(initial=1) - worst)
-    return bool((values[: fall.start] >= good).sum() * logs >= 3)
 
 
 def usual_spread(history: History) -> float:
